@@ -1,0 +1,1 @@
+"""`weightsync bench`: what a publish costs, beside its limit and today's other ways."""

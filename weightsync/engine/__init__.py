@@ -1,0 +1,1 @@
+"""The engine side: routing, receiving and the control channel; see `weightsync.engine.base`."""

@@ -1,0 +1,150 @@
+"""The words that trainer and engines exchange: one JSON call over the control channel, JSON values in the store.
+
+No pickle anywhere. Keys live under one prefix per (run id, epoch); `Keys` is the only place that spells them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from weightsync.errors import ConfigError
+
+__all__ = ["PROTOCOL_VERSION", "Ack", "Keys", "Phase", "PublishCall"]
+
+PROTOCOL_VERSION = 1
+
+Phase = Literal["preflight", "prepared", "committed"]
+"""What an engine rank acknowledges: joined and routed; loaded and verified; switched to the new version."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PublishCall:
+    """What an engine needs to take part in one publish; sent with preflight, receive and commit alike."""
+
+    run_id: str
+    epoch: int
+    """Rises with every rebuild of the groups; an engine refuses a lower one than it has seen."""
+    seq: int
+    """Number of this publish within the epoch."""
+    nonce: str
+    """Must equal the store's: proves that call and store belong together."""
+    version: int
+    label: str | None = None
+    scope: Literal["target", "draft", "both"] = "both"
+    full: bool = True
+    """True if this publish lifts a fence: everything that the engine's runners hold is in its scope."""
+    manifest_digest: str
+    store_host: str
+    store_port: int
+    engine_index: int
+    first_group_rank: int
+    """Data-group rank of the engine's rank 0; its rank r is `first_group_rank + r`."""
+    group_size: int
+    transport: str
+    num_buffers: int
+    deadline_s: float
+    """For each phase: connect, stream, decision."""
+    takeover: bool = False
+    """Take the engine from another run id."""
+    trace: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, obj: Mapping[str, Any]) -> PublishCall:
+        """Raises `ConfigError` if fields are missing or unknown."""
+        names = {f.name for f in dataclasses.fields(cls)}
+        unknown = sorted(set(obj) - names)
+        if unknown:
+            raise ConfigError(f"publish call has unknown fields {unknown}: install the same weightsync on both sides")
+        try:
+            return cls(**obj)
+        except TypeError as e:
+            raise ConfigError(f"publish call is incomplete: {e}: install the same weightsync on both sides") from e
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Ack:
+    """What one engine rank says about one phase of one publish."""
+
+    engine: str
+    rank: int
+    phase: Phase
+    ok: bool
+    error: str | None = None
+    """`Type: message`, with engine, rank and bytes done in it."""
+    remote: str | None = None
+    """Traceback, as text."""
+    bytes_received: int = 0
+    """Counted by the transport in this publish, padding included."""
+    payload_bytes: int = 0
+    """Of these, bytes of tensors."""
+    num_tensors: int = 0
+    digests: tuple[int, ...] = ()
+    """One per bucket, in order (see `weightsync.digest`)."""
+    loaded: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Runner name -> tensors it loaded."""
+    routes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    """Preflight: runner name -> indices of the manifest's tensors that this rank will load into it."""
+    peak_extra_bytes: int | None = None
+    """Peak resident memory during the publish minus that before it, shared pages counted once."""
+    timeline: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Ack:
+        obj = json.loads(text)
+        obj["digests"] = tuple(obj["digests"])
+        obj["routes"] = {k: tuple(v) for k, v in obj["routes"].items()}
+        return cls(**obj)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Keys:
+    """Store keys of one publisher epoch."""
+
+    run_id: str
+    epoch: int
+
+    @property
+    def prefix(self) -> str:
+        return f"weightsync/{self.run_id}/{self.epoch}"
+
+    @property
+    def nonce(self) -> str:
+        return f"{self.prefix}/nonce"
+
+    def manifest(self, digest: str) -> str:
+        return f"{self.prefix}/manifest/{digest}"
+
+    def data_group(self, stage: int) -> str:
+        """Prefix of the store that the data group of one stage rendezvous over."""
+        return f"{self.prefix}/data/{stage}"
+
+    def ack(self, seq: int, engine_index: int, rank: int, phase: Phase) -> str:
+        return f"{self.prefix}/{seq}/ack/{engine_index}/{rank}/{phase}"
+
+    def sender(self, seq: int, stage: int, phase: str) -> str:
+        """What the sender of a stage says of a phase (`connected`, `sent`)."""
+        return f"{self.prefix}/{seq}/sender/{stage}/{phase}"
+
+    def go(self, seq: int) -> str:
+        """Coordinator to senders: `{"ok": true}` after preflight and begin, or the reason why not."""
+        return f"{self.prefix}/{seq}/go"
+
+    def decision(self, seq: int) -> str:
+        """Compare-and-set once from absent: `commit` or `abort: <reason>`."""
+        return f"{self.prefix}/{seq}/decision"
+
+    def verdict(self, seq: int) -> str:
+        """The report, JSON, for every trainer rank."""
+        return f"{self.prefix}/{seq}/verdict"
+
+    def heartbeat(self, engine_index: int, rank: int) -> str:
+        return f"{self.prefix}/heartbeat/{engine_index}/{rank}"

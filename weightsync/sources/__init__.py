@@ -1,0 +1,1 @@
+"""What the trainer side publishes from; see `weightsync.sources.base.Source`."""

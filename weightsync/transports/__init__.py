@@ -1,0 +1,1 @@
+"""Ways to move flat byte buckets; see `weightsync.transports.base.Transport`."""
