@@ -1,0 +1,143 @@
+"""The control channel's client side: drive one engine over HTTP, from the coordinator (trainer rank 0) or a shell."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import ssl
+import urllib.parse
+from collections.abc import Mapping
+from typing import Any
+
+from weightsync import errors
+from weightsync.engine.http import PREFIX
+from weightsync.protocol import PublishCall
+
+__all__ = ["HttpControl"]
+
+_RAISED_AS_IS: dict[str, type[errors.WeightSyncError]] = {
+    kind.__name__: kind
+    for kind in (
+        errors.AuthError,
+        errors.ConfigError,
+        errors.ManifestError,
+        errors.RoutingError,
+        errors.UnsupportedError,
+        errors.VersionError,
+    )
+}
+
+
+class HttpControl:
+    """One engine behind `url`, an `EngineControl`. Stateless: each call is a connection of its own.
+
+    Args:
+        url: `http://host:port` or `https://host:port` of the engine itself, not of a router in front of several.
+        api_key: sent as `Authorization: Bearer`.
+        name: for messages and reports; default host:port.
+        ssl_context: for https; default verifies against the system's authorities.
+
+    Every method raises `errors.EngineError` (engine unreachable, silent until the deadline, or failed; `EngineFenced`
+    if it refuses because it is fenced), or the class that the engine itself named (`AuthError`, `RoutingError`, ...).
+    """
+
+    def __init__(
+        self, url: str, *, api_key: str, name: str | None = None, ssl_context: ssl.SSLContext | None = None
+    ) -> None:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or not parts.port:
+            raise errors.ConfigError(f"engine address {url!r}: expected http://host:port or https://host:port")
+        if not api_key:
+            raise errors.ConfigError(f"engine {url}: api_key is empty; pass the key that the engine was started with")
+        self.url = url.rstrip("/")
+        self.api_key = api_key
+        self._parts = parts
+        self._ssl_context = ssl_context
+        self._name = name if name is not None else f"{parts.hostname}:{parts.port}"
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def status(self, *, deadline_s: float) -> Mapping[str, Any]:
+        return self.call("status", {}, deadline_s=deadline_s)
+
+    def preflight(self, call: PublishCall, *, deadline_s: float) -> Mapping[str, Any]:
+        return self.call("preflight", call.to_json(), deadline_s=deadline_s)
+
+    def pause(self, mode: str, *, deadline_s: float) -> Mapping[str, Any]:
+        return self.call("pause", {"mode": mode}, deadline_s=deadline_s)
+
+    def receive(self, call: PublishCall, *, deadline_s: float) -> Mapping[str, Any]:
+        return self.call("receive", call.to_json(), deadline_s=deadline_s)
+
+    def commit(self, call: PublishCall, *, deadline_s: float) -> Mapping[str, Any]:
+        return self.call("commit", call.to_json(), deadline_s=deadline_s)
+
+    def resume(self, *, deadline_s: float) -> Mapping[str, Any]:
+        return self.call("resume", {}, deadline_s=deadline_s)
+
+    def call(self, name: str, body: Mapping[str, Any], *, deadline_s: float) -> dict[str, Any]:
+        """POST `body` to `/weightsync/v1/<name>` and return the reply. Raises as the class says."""
+        connection = self._connect(deadline_s)
+        where = f"engine {self.name}, {name}"
+        try:
+            connection.request(
+                "POST",
+                f"{PREFIX}/{name}",
+                json.dumps(body),
+                {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"},
+            )
+            response = connection.getresponse()
+            raw = response.read()
+        except TimeoutError as e:
+            raise errors.EngineError(
+                f"{where}: no answer within {deadline_s:g} s: the engine is stopped, overloaded or unreachable; "
+                f"look at its log, or raise the deadline",
+                engine=self.name,
+                phase=name,
+            ) from e
+        except (OSError, http.client.HTTPException, socket.gaierror) as e:
+            raise errors.EngineError(
+                f"{where}: cannot reach {self.url}: {type(e).__name__}: {e}: is the engine running, is the address right?",
+                engine=self.name,
+                phase=name,
+            ) from e
+        finally:
+            connection.close()
+        try:
+            reply = json.loads(raw)
+        except ValueError as e:
+            raise errors.EngineError(
+                f"{where}: {self.url} answered {response.status} without JSON: is this address an engine's control port?",
+                engine=self.name,
+                phase=name,
+            ) from e
+        if response.status == 200 and isinstance(reply, dict):
+            return reply
+        raise self._error(name, response.status, reply)
+
+    def _connect(self, deadline_s: float) -> http.client.HTTPConnection:
+        assert self._parts.hostname is not None
+        if self._parts.scheme == "https":
+            context = self._ssl_context or ssl.create_default_context()
+            return http.client.HTTPSConnection(
+                self._parts.hostname, self._parts.port, timeout=deadline_s, context=context
+            )
+        return http.client.HTTPConnection(self._parts.hostname, self._parts.port, timeout=deadline_s)
+
+    def _error(self, name: str, status: int, reply: Any) -> errors.WeightSyncError:
+        error = reply.get("error", {}) if isinstance(reply, dict) else {}
+        kind, message = error.get("type"), error.get("message", f"HTTP {status}")
+        text = f"engine {self.name}, {name}: {message}"
+        if kind in _RAISED_AS_IS:
+            return _RAISED_AS_IS[kind](text)
+        cls = errors.EngineFenced if kind == "EngineFenced" else errors.EngineError
+        return cls(
+            text if cls is errors.EngineFenced else f"engine {self.name}, {name}: {kind}: {message}",
+            engine=self.name,
+            rank=error.get("rank"),
+            phase=error.get("phase") or name,
+            remote=error.get("remote"),
+        )
