@@ -12,12 +12,16 @@ from typing import Any, Literal
 
 from weightsync.errors import ConfigError
 
-__all__ = ["PROTOCOL_VERSION", "Ack", "Keys", "Phase", "PublishCall"]
+__all__ = ["PROTOCOL_VERSION", "Ack", "Keys", "Phase", "PublishCall", "TrainerKeys"]
 
 PROTOCOL_VERSION = 1
 
-Phase = Literal["preflight", "prepared", "committed"]
-"""What an engine rank acknowledges: joined and routed; loaded and verified; switched to the new version."""
+Phase = Literal["preflight", "connected", "prepared", "committed"]
+"""What an engine rank acknowledges: joined and routed; data groups open; loaded and verified; switched over.
+
+`connected` comes only after the coordinator's `connect` key said that every rank passed preflight: a group is never
+opened towards a rank that already refused, since the others would wait for it until their deadline.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,8 +138,12 @@ class Keys:
         """What the sender of a stage says of a phase (`connected`, `sent`)."""
         return f"{self.prefix}/{seq}/sender/{stage}/{phase}"
 
+    def connect(self, seq: int) -> str:
+        """Coordinator to senders and engine ranks: `{"ok": true}` once all have passed preflight, else the reason."""
+        return f"{self.prefix}/{seq}/connect"
+
     def go(self, seq: int) -> str:
-        """Coordinator to senders: `{"ok": true}` after preflight and begin, or the reason why not."""
+        """Coordinator to senders: `{"ok": true}` once every engine is paused and receives, else the reason."""
         return f"{self.prefix}/{seq}/go"
 
     def decision(self, seq: int) -> str:
@@ -148,3 +156,22 @@ class Keys:
 
     def heartbeat(self, engine_index: int, rank: int) -> str:
         return f"{self.prefix}/heartbeat/{engine_index}/{rank}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TrainerKeys:
+    """Store keys among trainer ranks; they outlive an epoch, since the order of an attempt names its epoch."""
+
+    run_id: str
+
+    def specs(self, seq: int, stage: int) -> str:
+        """Digest of the tensor specs that a stage's sender declares for this attempt."""
+        return f"weightsync/{self.run_id}/trainer/{seq}/specs/{stage}"
+
+    def spec_list(self, digest: str) -> str:
+        """The specs themselves, JSON, posted once."""
+        return f"weightsync/{self.run_id}/trainer/specs/{digest}"
+
+    def order(self, seq: int) -> str:
+        """What the coordinator decided after preflight: epoch, manifest, group size; or the error for every rank."""
+        return f"weightsync/{self.run_id}/trainer/{seq}/order"

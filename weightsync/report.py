@@ -1,0 +1,101 @@
+"""What a publish did, for the user: outcome per engine, seconds by phase, bytes; JSON, so every trainer rank gets it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from weightsync.timeline import PHASES
+
+__all__ = ["EngineReport", "PublishReport"]
+
+Outcome = Literal["committed", "noop", "refused", "aborted"]
+EngineOutcome = Literal["committed", "noop", "untouched", "fenced", "dropped", "lost"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EngineReport:
+    """One engine after one publish.
+
+    `outcome`: `committed` serves the new version; `noop` had it already; `untouched` serves the version it had; `fenced`
+    refuses to serve until the next full publish; `dropped` was left out of this publish (before the decision); `lost`
+    failed after the decision and must rejoin.
+    """
+
+    name: str
+    outcome: EngineOutcome
+    error: str | None = None
+    bytes_received: tuple[int, ...] = ()
+    """By rank, counted in the transport, padding included."""
+    num_tensors: int = 0
+    loaded: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Runner -> tensors loaded, of rank 0."""
+    spanning_requests: tuple[Mapping[str, Any], ...] = ()
+    """Requests that were kept running and so span two versions (pause mode `keep`)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PublishReport:
+    """One publish. `phases` holds the seconds of the slowest process in each phase of `timeline.PHASES`.
+
+    Phases overlap (packing, wire and loading run at the same time), so they add up to more than `seconds`, the wall
+    time from the call to the last engine serving again, measured on the coordinator.
+    """
+
+    version: int
+    outcome: Outcome
+    scope: str
+    run_id: str
+    label: str | None = None
+    error: str | None = None
+    epoch: int = 0
+    attempts: int = 1
+    seconds: float = 0.0
+    num_tensors: int = 0
+    num_buckets: int = 0
+    payload_bytes: int = 0
+    """Unique bytes of the published tensors."""
+    wire_bytes: int = 0
+    """Bytes that each engine rank received: payload and alignment padding."""
+    engines: tuple[EngineReport, ...] = ()
+    phases: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    phase_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    peak_extra_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Process -> peak memory during the publish minus that before it."""
+    events: tuple[Mapping[str, Any], ...] = ()
+    """Spans of every process, if tracing: `process`, `name`, `start_s`, `dur_s`, `args`."""
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> PublishReport:
+        obj = json.loads(text)
+        obj["engines"] = tuple(
+            EngineReport(
+                **{
+                    **e,
+                    "bytes_received": tuple(e["bytes_received"]),
+                    "spanning_requests": tuple(e["spanning_requests"]),
+                }
+            )
+            for e in obj["engines"]
+        )
+        obj["events"] = tuple(obj["events"])
+        return cls(**obj)
+
+    def metrics(self, prefix: str = "weightsync/") -> dict[str, float]:
+        """A flat dict of numbers for W&B, TensorBoard or Prometheus."""
+        out = {
+            "version": float(self.version),
+            "seconds": self.seconds,
+            "payload_bytes": float(self.payload_bytes),
+            "wire_bytes": float(self.wire_bytes),
+            "engines_committed": float(sum(e.outcome in ("committed", "noop") for e in self.engines)),
+            "engines_failed": float(sum(e.outcome in ("fenced", "dropped", "lost") for e in self.engines)),
+            "attempts": float(self.attempts),
+        }
+        out |= {f"seconds_{p}": self.phases[p] for p in PHASES if p in self.phases}
+        return {prefix + k: v for k, v in out.items()}
