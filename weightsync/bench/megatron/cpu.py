@@ -1,0 +1,93 @@
+"""Lets stock Megatron-Core 0.16.1 run where there is no CUDA: bench, demo and tests only.
+
+Megatron-Core computes nothing on the CPU that it would not compute on a GPU, but it asks for the device by name:
+`torch.cuda.current_device()`, `device="cuda"`, `.cuda()`, `tensor.type() == "torch.cuda.FloatTensor"`, streams and
+`synchronize()`. `cpu_runtime` answers these with the CPU for the length of a `with` block and then puts everything
+back, so nothing leaks into the code under test (or into its timings). With CUDA present it does nothing at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["cpu_runtime"]
+
+
+class _Stream:
+    """Work on the CPU is done when the call returns: there is nothing to order or to wait for."""
+
+    def wait_stream(self, stream: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+def _is_cuda(device: object) -> bool:
+    return str(device).startswith("cuda") if isinstance(device, str | torch.device) else False
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Maps devices named in torch calls; every other call passes unchanged."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # The optimizer and the gradient clip tell dtypes apart by comparing these strings.
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], "cpu", *args[2:])
+        return func(*args, **kwargs)
+
+
+def _cuda_attributes() -> dict[str, Any]:
+    return {
+        "current_device": lambda: torch.device("cpu"),
+        "synchronize": lambda *args, **kwargs: None,
+        "manual_seed": torch.manual_seed,
+        "current_stream": lambda *args, **kwargs: _Stream(),
+        "default_stream": lambda *args, **kwargs: _Stream(),
+        "Stream": lambda *args, **kwargs: _Stream(),
+        "stream": lambda stream: contextlib.nullcontext(),
+    }
+
+
+_depth = 0
+
+
+@contextlib.contextmanager
+def cpu_runtime() -> Iterator[None]:
+    """Within the block Megatron-Core's `cuda` means the CPU. Nests; a no-op where CUDA is available."""
+    global _depth
+    if torch.cuda.is_available() or _depth:
+        _depth += 1
+        try:
+            yield
+        finally:
+            _depth -= 1
+        return
+    attributes = _cuda_attributes()
+    saved = {name: getattr(torch.cuda, name) for name in attributes}
+    for name, value in attributes.items():
+        setattr(torch.cuda, name, value)
+    _depth += 1
+    try:
+        # Eager: Megatron-Core compiles small helpers, which on a CPU costs minutes of C++ for a model of a few kB.
+        with _CudaMeansCpu(), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        _depth -= 1
+        for name, value in saved.items():
+            setattr(torch.cuda, name, value)
