@@ -1,0 +1,34 @@
+"""Every error that `converters` raises.
+
+    ConverterError
+    ├── ConfigMismatch (ValueError)          a Hugging Face config lacks or contradicts a value that the rules need
+    ├── UnsupportedFamilyError (ValueError)  no rule set for this architecture
+    ├── MappingError (ValueError)            unmapped, missing or duplicate names; shapes or dtypes that do not fit
+    └── FolderError (OSError)                a folder that cannot be read as a checkpoint
+
+Messages say which tensor or key, what was got and expected, and the next step.
+"""
+
+from __future__ import annotations
+
+__all__ = ["ConfigMismatch", "ConverterError", "FolderError", "MappingError", "UnsupportedFamilyError"]
+
+
+class ConverterError(Exception):
+    """Root of everything that `converters` raises on purpose."""
+
+
+class ConfigMismatch(ConverterError, ValueError):
+    """The Hugging Face config lacks a value that the rules need, or holds one that cannot be."""
+
+
+class UnsupportedFamilyError(ConverterError, ValueError):
+    """No rule set knows this architecture."""
+
+
+class MappingError(ConverterError, ValueError):
+    """Tensors and rules do not fit: names unmapped, missing or given twice, a wrong shape or dtype."""
+
+
+class FolderError(ConverterError, OSError):
+    """Not a checkpoint folder, or one that cannot be read."""
