@@ -1,4 +1,4 @@
-"""What a publish did, for the user: outcome per engine, seconds by phase, bytes; JSON, so every trainer rank gets it."""
+"""What a publish did, for the user: outcome per engine, seconds by phase, bytes; JSON, so that every rank gets it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ EngineOutcome = Literal["committed", "noop", "untouched", "fenced", "dropped", "
 class EngineReport:
     """One engine after one publish.
 
-    `outcome`: `committed` serves the new version; `noop` had it already; `untouched` serves the version it had; `fenced`
-    refuses to serve until the next full publish; `dropped` was left out of this publish (before the decision); `lost`
-    failed after the decision and must rejoin.
+    `outcome`: `committed` serves the new version; `noop` had it already; `untouched` serves the version it had;
+    `fenced` refuses to serve until the next full publish; `dropped` was left out of this publish (before the decision);
+    `lost` failed after the decision and must rejoin.
     """
 
     name: str

@@ -100,7 +100,7 @@ class HttpControl:
             ) from e
         except (OSError, http.client.HTTPException, socket.gaierror) as e:
             raise errors.EngineError(
-                f"{where}: cannot reach {self.url}: {type(e).__name__}: {e}: is the engine running, is the address right?",
+                f"{where}: cannot reach {self.url}: {type(e).__name__}: {e}: is the engine up, the address right?",
                 engine=self.name,
                 phase=name,
             ) from e
@@ -110,7 +110,7 @@ class HttpControl:
             reply = json.loads(raw)
         except ValueError as e:
             raise errors.EngineError(
-                f"{where}: {self.url} answered {response.status} without JSON: is this address an engine's control port?",
+                f"{where}: {self.url} answered {response.status} without JSON: is it an engine's control port?",
                 engine=self.name,
                 phase=name,
             ) from e

@@ -15,7 +15,7 @@ import socket
 import threading
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from weightsync import errors
 
@@ -79,7 +79,9 @@ class ControlServer:
         outer = self
 
         class _Request(_RequestHandler):
-            handlers_by_path = {f"{PREFIX}/{name}": handler for name, handler in handlers.items()}
+            handlers_by_path: ClassVar[Mapping[str, Handler]] = {
+                f"{PREFIX}/{name}": handler for name, handler in handlers.items()
+            }
             expected = f"Bearer {api_key}".encode()
 
         class _Server(http.server.ThreadingHTTPServer):
@@ -120,8 +122,8 @@ class ControlServer:
 
 
 class _RequestHandler(http.server.BaseHTTPRequestHandler):
-    handlers_by_path: Mapping[str, Handler]
-    expected: bytes
+    handlers_by_path: ClassVar[Mapping[str, Handler]]
+    expected: ClassVar[bytes]
     timeout = IDLE_S
     protocol_version = "HTTP/1.1"
 
@@ -162,7 +164,7 @@ class _RequestHandler(http.server.BaseHTTPRequestHandler):
             return
         try:
             status, reply = 200, dict(handler(body))
-        except Exception as e:
+        except Exception as e:  # noqa: BLE001 - whatever it was, the caller gets it as JSON
             status, reply = error_body(e)
         self._send(status, reply)
 

@@ -1,0 +1,77 @@
+"""How to publish: the one configuration object, checked when it is built."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from weightsync import errors
+
+__all__ = ["PublishConfig"]
+
+MIB = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PublishConfig:
+    """How to publish; equal on every trainer rank. Checked when built.
+
+    Raises:
+        errors.ConfigError: a value that cannot work.
+    """
+
+    run_id: str | None = None
+    """Stable name of the training run; a new publisher with the same one takes over its engines. None: random."""
+    transport: str = "gloo"
+    """`gloo`, `nccl`, `shm` (same host), or another torch.distributed backend by name (untested)."""
+    bucket_bytes: int = 16 * MIB
+    num_buffers: int = 4
+    """Buckets in flight on each side."""
+    deadline_s: float = 120.0
+    """For each phase of a publish: preflight, connect, stream, verify, commit."""
+    control_s: float = 10.0
+    """For an engine to answer a status call."""
+    heartbeat_s: float = 10.0
+    """An engine rank whose heartbeat stops for so long is lost, before any deadline passes."""
+    pause_mode: Literal["abort", "wait", "keep"] = "wait"
+    """What happens to running requests; see docs/concepts.md."""
+    on_engine_failure: Literal["abort", "drop"] = "abort"
+    """`drop`: publish to the engines that are left; before the decision only."""
+    publish_dtype: torch.dtype | None = None
+    """Cast floating-point tensors to it, except those of `keep_fp32`; None keeps every tensor's own."""
+    keep_fp32: Sequence[str] = ("*.e_score_correction_bias", "*.expert_bias", "*.A_log", "*.dt_bias")
+    """`fnmatch` patterns of HF names that `publish_dtype` never casts."""
+    device: str | None = None
+    """Where buckets are packed; None: the CPU if the transport moves CPU tensors, else the current accelerator."""
+    bind_host: str = "127.0.0.1"
+    """The only address that sockets of this trainer listen on."""
+    advertise_host: str | None = None
+    """Address under which engines reach `bind_host`; None: the same."""
+    port_range: tuple[int, int] | None = None
+    """First and last port for the store; None: any free one."""
+    takeover: bool = False
+    """Take engines over from another run id."""
+    require_same_torch: bool = True
+    """Refuse engines whose torch differs in major or minor version."""
+    trace: bool = False
+    """Keep every span for `PublishReport.events`."""
+
+    def __post_init__(self) -> None:
+        def check(ok: bool, text: str) -> None:
+            if not ok:
+                raise errors.ConfigError(f"PublishConfig: {text}")
+
+        check(self.bucket_bytes >= 4096, f"bucket_bytes is {self.bucket_bytes}; expected at least 4096")
+        check(self.num_buffers >= 2, f"num_buffers is {self.num_buffers}; expected at least 2, so that phases overlap")
+        for name in ("deadline_s", "control_s", "heartbeat_s"):
+            check(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; expected seconds > 0")
+        check(self.pause_mode in ("abort", "wait", "keep"), f"pause_mode is {self.pause_mode!r}; abort, wait or keep")
+        check(self.on_engine_failure in ("abort", "drop"), f"on_engine_failure is {self.on_engine_failure!r}")
+        check(self.run_id is None or bool(self.run_id.strip()), "run_id is empty")
+        check(self.run_id is None or "/" not in self.run_id, f"run_id {self.run_id!r} contains '/'")
+        if self.port_range is not None:
+            low, high = self.port_range
+            check(0 < low <= high < 65536, f"port_range is {self.port_range}; expected (first, last) within 1..65535")
