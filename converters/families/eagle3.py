@@ -70,9 +70,13 @@ EAGLE3 = Family(
 
 
 def rename_dialect(name: str, dialect: str) -> str:
-    """An EAGLE3 drafter's tensor name in `dialect` ("midlayer." or "layers.0."), whichever it is in now."""
+    """An EAGLE3 drafter's tensor name in `dialect` ("midlayer." or "layers.0."), whichever it is in now.
+
+    Raises:
+        ConfigMismatch: no such dialect.
+    """
     if dialect not in EAGLE3.dialects:
-        raise ValueError(f"unknown EAGLE3 dialect {dialect!r}, expected one of {', '.join(EAGLE3.dialects)}")
+        raise ConfigMismatch(f"unknown EAGLE3 dialect {dialect!r}, expected one of {', '.join(EAGLE3.dialects)}")
     for prefix in EAGLE3.dialects:
         if name.startswith(prefix):
             return dialect + name.removeprefix(prefix)

@@ -25,7 +25,7 @@ class ModelConfig:
         return self.defaults.get(key) if value is None else value
 
     def integer(self, key: str) -> int:
-        """A positive integer (zero too where zero is the family's default).
+        """An integer >= 0.
 
         Raises:
             ConfigMismatch: absent, or something else.

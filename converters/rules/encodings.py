@@ -11,9 +11,10 @@ import dataclasses
 
 import torch
 
-from converters.errors import MappingError
+from converters.errors import ConfigMismatch, MappingError
+from converters.rules.config import ModelConfig
 
-__all__ = ["BlockScales", "Encoding"]
+__all__ = ["BlockScales", "Encoding", "fp8_blocks"]
 
 
 class Encoding(abc.ABC):
@@ -56,3 +57,22 @@ class BlockScales(Encoding):
         spread = scale.float().repeat_interleave(self.block[0], -2)[..., :rows, :]
         spread = spread.repeat_interleave(self.block[1], -1)[..., :columns]
         return (weight.float() * spread).to(self.dtype)
+
+
+def fp8_blocks(config: ModelConfig) -> Encoding | None:
+    """The encoding of a folder whose config declares block-scaled fp8 weights, else None.
+
+    Raises:
+        ConfigMismatch: the declared block or the dtype to decode to is not one.
+    """
+    quantisation = config.get("quantization_config") or {}
+    block = quantisation.get("weight_block_size")
+    if quantisation.get("quant_method") != "fp8" or block is None:
+        return None
+    name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigMismatch(f"config has dtype {name!r}, which torch does not know")
+    if not (isinstance(block, list | tuple) and len(block) == 2 and all(isinstance(b, int) and b > 0 for b in block)):
+        raise ConfigMismatch(f"config has weight_block_size {block!r}, expected two positive integers")
+    return BlockScales(block=(block[0], block[1]), dtype=dtype)

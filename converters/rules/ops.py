@@ -33,7 +33,6 @@ __all__ = [
     "Chain",
     "Copies",
     "Inverse",
-    "Join",
     "Op",
     "Par",
     "Reorder",
@@ -41,7 +40,6 @@ __all__ = [
     "Same",
     "Shift",
     "Stack",
-    "Tensors",
     "Transpose",
     "concat",
     "half_swap",
@@ -132,7 +130,7 @@ class Join(Op):
     def to_hf(self, mcore: Tensors) -> Tensors:
         (whole,) = mcore
         self._expect(whole, sum(self.sizes))
-        parts = self._group(whole, sum(self.sizes)).split(self.sizes, self.dim + 1)
+        parts = self._group(whole, sum(self.sizes)).split_with_sizes(self.sizes, self.dim + 1)
         return tuple(part.flatten(self.dim, self.dim + 1) for part in parts)
 
     def _group(self, tensor: torch.Tensor, size: int) -> torch.Tensor:

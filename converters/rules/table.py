@@ -15,8 +15,9 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+from converters.errors import ConfigMismatch
 from converters.rules.config import ModelConfig
-from converters.rules.encodings import Encoding
+from converters.rules.encodings import Encoding, fp8_blocks
 from converters.rules.names import Spelling
 from converters.rules.ops import Chain, Copies, Op, Same
 from converters.rules.ruleset import RuleSet, TensorMapping
@@ -85,7 +86,7 @@ class Family:
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     spellings: tuple[Spelling, ...] = ()
     dialects: tuple[str, ...] = ()
-    encoding: Callable[[ModelConfig], Encoding | None] = lambda config: None
+    encoding: Callable[[ModelConfig], Encoding | None] = fp8_blocks
     check: Callable[[ModelConfig], None] = lambda config: None
 
 
@@ -113,7 +114,10 @@ def build(
     """
     config = ModelConfig(family=family.name, values=values, defaults=family.defaults)
     family.check(config)
+    encoding = family.encoding(config)
     have = frozenset(names or ())
+    if dialect is not None and dialect not in family.dialects:
+        raise ConfigMismatch(f"{family.name} has no dialect {dialect!r}; it has {list(family.dialects)}")
     if dialect is None and family.dialects:
         dialect = next((d for d in family.dialects if any(n.startswith(d) for n in have)), family.dialects[0])
 
@@ -141,7 +145,7 @@ def build(
                             role=section.role,
                             group=group or (mcore[0] if len(hf) > 1 else None),
                             optional=row.optional,
-                            encoding=family.encoding(config),
+                            encoding=encoding,
                         )
                     )
                     for copy in row.copies:
