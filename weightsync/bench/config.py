@@ -1,0 +1,121 @@
+"""What to measure: the bench's configuration, checked when built."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+from weightsync.errors import ConfigError
+
+__all__ = ["BenchConfig", "TrainerLayout"]
+
+DRAFTS = ("none", "mtp", "eagle3")
+TRANSPORTS = ("gloo", "shm", "nccl")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerLayout:
+    """`kind` is `state-dict` (one process) or `megatron` (tp x pp processes, live Megatron-Core)."""
+
+    kind: str
+    tp: int = 1
+    pp: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp
+
+    def __str__(self) -> str:
+        return "state-dict" if self.kind == "state-dict" else f"tp={self.tp},pp={self.pp}"
+
+    @classmethod
+    def parse(cls, text: str) -> TrainerLayout:
+        """`state-dict`, or `tp=2,pp=2` in any order, each at least 1 (one that is left out is 1).
+
+        Raises:
+            ConfigError: anything else.
+        """
+        if text == "state-dict":
+            return cls(kind="state-dict")
+        sizes: dict[str, int] = {}
+        for part in text.split(","):
+            key, _, value = part.partition("=")
+            if key not in ("tp", "pp") or key in sizes or not value.isdecimal() or int(value) < 1:
+                raise ConfigError(f"--trainer {text!r}: expected state-dict, or sizes such as tp=2,pp=2")
+            sizes[key] = int(value)
+        return cls(kind="megatron", **sizes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BenchConfig:
+    """One bench run; field by field what the command line takes.
+
+    Raises:
+        ConfigError: a value, or a combination, that cannot be measured.
+    """
+
+    trainer: TrainerLayout = TrainerLayout(kind="state-dict")
+    engines: int = 1
+    engine_tp: int = 1
+    draft: str = "mtp"
+    transport: str = "gloo"
+    model: str = "qwen3-0.6b"
+    """A built-in shape with random weights, or a Hugging Face folder."""
+    bucket_mib: float = 16.0
+    buffers: int = 4
+    publishes: int = 5
+    warmup: int = 1
+    compare: bool = False
+    trace: bool = False
+    deadline_s: float = 120.0
+    """For each phase of a publish, and for each command to a process of the bench."""
+
+    def __post_init__(self) -> None:
+        def check(ok: bool, text: str) -> None:
+            if not ok:
+                raise ConfigError(text)
+
+        check(self.engines >= 1, f"--engines {self.engines}: expected at least 1")
+        check(self.engine_tp in (1, 2), f"--engine-tp {self.engine_tp}: expected 1 or 2")
+        check(self.draft in DRAFTS, f"--draft {self.draft!r}: expected one of {', '.join(DRAFTS)}")
+        check(self.transport in TRANSPORTS, f"--transport {self.transport!r}: expected one of {', '.join(TRANSPORTS)}")
+        bucket = self.bucket_mib
+        check(math.isfinite(bucket) and bucket * 2**20 >= 4096, f"--bucket-mib {bucket:g}: expected at least 0.004")
+        check(bucket <= 4096, f"--bucket-mib {bucket:g}: expected at most 4096")
+        check(self.buffers >= 2, f"--buffers {self.buffers}: expected at least 2, so that phases overlap")
+        check(self.publishes >= 1, f"--publishes {self.publishes}: expected at least 1")
+        check(self.warmup >= 0, f"--warmup {self.warmup}: expected at least 0")
+        check(self.deadline_s > 0, f"--deadline {self.deadline_s:g}: expected seconds > 0")
+        check(
+            not (self.trainer.kind == "megatron" and self.draft == "eagle3"),
+            "--trainer with tp/pp trains the target with its MTP layers: --draft eagle3 needs --trainer state-dict",
+        )
+
+    @property
+    def engine_ranks(self) -> int:
+        return self.engines * self.engine_tp
+
+    @property
+    def bucket_bytes(self) -> int:
+        return int(self.bucket_mib * 2**20)
+
+    @property
+    def folder(self) -> Path | None:
+        """The Hugging Face folder, if `model` is one."""
+        path = Path(self.model)
+        return path if path.is_dir() else None
+
+    @property
+    def title(self) -> str:
+        """One line for tables and plots."""
+        draft = "no draft" if self.draft == "none" else f"{self.draft} draft"
+        model = self.folder.name if self.folder else self.model
+        engines = f"{self.engines} engine{'s' if self.engines > 1 else ''} TP{self.engine_tp}"
+        return f"{model}, {draft}: {self.trainer} trainer to {engines} over {self.transport}"
+
+    def to_json(self) -> dict[str, Any]:
+        out = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        # The folder's name, not its path: results are published.
+        return {**out, "trainer": str(self.trainer), "model": self.folder.name if self.folder else self.model}
