@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ["checkpoint", "converters", "training_hooks", "weightsync"]
-REQUIRED = ["numpy", "safetensors", "torch"]
+REQUIRED = ["numpy", "packaging", "safetensors", "torch"]
 
 pytestmark = pytest.mark.multiproc
 
@@ -68,6 +68,7 @@ def slim(tmp_path_factory):
             (site / top).symlink_to(Path(distribution.locate_file(top)).resolve())
     python = environment / "bin" / "python"
     _run(*pip, "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=folder)
+    _run(*pip, "--python", python, "check", cwd=folder)
     return environment / "bin"
 
 

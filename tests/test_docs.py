@@ -1,0 +1,76 @@
+"""The pages say what the code says: links, errors, configuration, messages, environment and command line."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import re
+
+import pytest
+
+from tests.test_structure import PACKAGES, ROOT, package_modules, tracked
+from weightsync.config import PublishConfig
+from weightsync.protocol import Ack, PublishCall
+
+REFERENCE = ROOT / "docs" / "reference"
+PAGES = [p for p in tracked("*.md") if p.name != "CHANGELOG.md"]
+
+
+def code_words(page):
+    """Every word in backticks, fenced blocks left out."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return set(re.findall(r"[\w-]+", " ".join(re.findall(r"`([^`]+)`", text))))
+
+
+def anchors(page):
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h).strip().lower().replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"[a-z]+://", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            broken.append(target)
+    assert broken == []
+
+
+def test_every_error_is_documented():
+    named = code_words(REFERENCE / "errors.md")
+    for package in PACKAGES:
+        errors = importlib.import_module(f"{package}.errors").__all__
+        assert [e for e in errors if e not in named] == []
+
+
+def test_every_configuration_field_is_documented_with_its_default():
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+?) \|", (REFERENCE / "config.md").read_text(), re.MULTILINE))
+    fields = {f.name: f.default for f in dataclasses.fields(PublishConfig)}
+    assert list(rows) == list(fields)
+    for name, default in fields.items():
+        if isinstance(default, (bool, str, int, float)):
+            text = rows[name].strip("`")
+            said = int(text.removesuffix(" MiB")) << 20 if text.endswith(" MiB") else ast.literal_eval(text)
+            assert said == default, name
+
+
+def test_every_field_of_a_message_is_documented():
+    named = code_words(REFERENCE / "formats.md")
+    for message in (Ack, PublishCall):
+        assert [f.name for f in dataclasses.fields(message) if f.name not in named] == []
+
+
+def test_every_environment_variable_is_documented():
+    named = code_words(REFERENCE / "env.md")
+    used = set()
+    for path in package_modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            text = ast.unparse(node) if isinstance(node, (ast.Call, ast.Subscript, ast.Dict)) else ""
+            if "environ" in text or "getenv" in text:
+                used |= set(re.findall(r"['\"]([A-Z][A-Z0-9_]{3,})['\"]", text))
+    assert used - named == set()
