@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import importlib
+import io
 import re
 
 import pytest
@@ -74,3 +76,17 @@ def test_every_environment_variable_is_documented():
             if "environ" in text or "getenv" in text:
                 used |= set(re.findall(r"['\"]([A-Z][A-Z0-9_]{3,})['\"]", text))
     assert used - named == set()
+
+
+def test_every_option_of_the_command_line_is_documented():
+    from converters import cli as ckpt
+    from weightsync import cli
+
+    sections = dict(re.findall(r"^## ([\w ]+)$(.*?)(?=^## |\Z)", (REFERENCE / "cli.md").read_text(), re.M | re.S))
+    for name, main in (("weightsync bench", cli.main), ("ckpt inspect", ckpt.main)):
+        shown = io.StringIO()
+        with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+            main([name.split()[1], "--help"])
+        offered = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", shown.getvalue()))
+        documented = set(re.findall(r"^\| `(--[\w-]+)", sections[name], re.MULTILINE))
+        assert documented == offered - {"--help"}, name
