@@ -88,11 +88,9 @@ def unstacked_name(key: str, index: tuple[int, ...]) -> str:
     Raises:
         MappingError: `index` has not as many entries as `key` has stacked axes.
     """
-    rest, name = list(index), key
-    if rest and re.match(r"^decoder\.layers\.(?!\d)", name):
-        name = name.replace("decoder.layers.", f"decoder.layers.{rest.pop(0)}.", 1)
-    if rest and (expert := re.match(r"^(.*\.mlp\.experts)\.experts\.(linear_fc[12])\.(weight|bias)$", name)):
-        name = f"{expert[1]}.{expert[2]}.{expert[3]}{rest.pop(0)}"
-    if rest or stacked_key(name) != (key, index):
+    layered = re.match(r"^decoder\.layers\.(?!\d)", key)
+    expert = re.match(r"^(.*\.mlp\.experts)\.experts\.(linear_fc[12])\.(weight|bias)$", key)
+    if len(index) != bool(layered) + bool(expert):
         raise MappingError(f"stacked key {key!r} does not take the leading indices {index}")
-    return name
+    name = f"{expert[1]}.{expert[2]}.{expert[3]}{index[-1]}" if expert else key
+    return name.replace("decoder.layers.", f"decoder.layers.{index[0]}.", 1) if layered else name

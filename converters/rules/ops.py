@@ -102,12 +102,14 @@ class Same(Op):
 class Join(Op):
     """Hugging Face parts joined along `dim`, `groups` times `[sizes[0] of part 0, sizes[1] of part 1, ...]`.
 
-    Part k has `groups * sizes[k]` entries along `dim`. Use `concat` (one group) or `interleave`.
+    Part k has `groups * sizes[k]` entries along `dim`. Use `concat` or `interleave`: with one group both lay out the
+    same, but Megatron shards a concatenation part by part and an interleaving by raw rows (`apart`).
     """
 
     sizes: tuple[int, ...]
-    groups: int = 1
-    dim: int = 0
+    groups: int
+    dim: int
+    apart: bool
 
     @property
     def n_hf(self) -> int:
@@ -115,7 +117,7 @@ class Join(Op):
 
     @property
     def blocks(self) -> tuple[Blocks, ...]:
-        return (self.sizes if self.groups == 1 and self.dim == 0 else (),)
+        return (self.sizes if self.apart else (),)
 
     def to_mcore(self, hf: Tensors) -> Tensors:
         _same_dtype(hf)
@@ -147,12 +149,12 @@ class Join(Op):
 
 def concat(sizes: Sequence[int], dim: int = 0) -> Join:
     """Parts one after the other (gate and up). Its `Inverse` splits one Hugging Face tensor into several keys."""
-    return Join(tuple(sizes), 1, dim)
+    return Join(tuple(sizes), 1, dim, apart=dim == 0)
 
 
 def interleave(groups: int, sizes: Sequence[int], dim: int = 0) -> Join:
     """Parts group by group: QKV of GQA is `interleave(groups, (heads_per_group * head_dim, head_dim, head_dim))`."""
-    return Join(tuple(sizes), groups, dim)
+    return Join(tuple(sizes), groups, dim, apart=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
