@@ -6,9 +6,10 @@ Called once per bucket, by the sender after packing and by every engine rank aft
 The bucket is read as little-endian int64 words in rows of 2039 words, 32 rows a band. Per band, the sum of every row
 and of every column is taken (plain sums are all that memory bandwidth leaves time for on a CPU); these few sums are
 then weighted, once whole and once by their upper halves, since a product modulo 2^64 forgets the position of high bits.
-Bands are mixed with their number and added up. The row length is prime and odd so that no exchange of matrix rows or
-of words can cancel out in rows and columns alike: any change confined to three words, and any exchange of two different
-rows of 256 bytes or more, changes some sum for certain; what is left is the 2^-64 of the final mixing.
+Bands are mixed with their number and added up. The row length is an odd prime, so that layouts of tensors do not line
+up with it: for certain, any change confined to three words changes some sum, and so does any exchange of two different
+matrix rows of 256 bytes to 16 KiB (sums over a power of two would miss it in a table of permutations). What is left is
+the 2^-64 of the final mixing, and changes made to cancel out.
 """
 
 from __future__ import annotations

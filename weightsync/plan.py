@@ -1,6 +1,6 @@
 """The layout of a publish: which bytes of which tensor lie where in which bucket, and both ways of using it.
 
-Before the first publish the coordinator calls `DtypePolicy.published`, `scoped` and `build_manifest` with what the
+Before the first publish the coordinator calls `DtypePolicy.apply`, `scoped` and `build_manifest` with what the
 sources of all stages declare; per publish a sender runs its source's stream through `BucketPacker.pack`, and a receiver
 takes every bucket apart with `segments_of`. Nothing here knows transports, processes or engines.
 """
@@ -32,29 +32,29 @@ class DtypePolicy:
     """What dtype a tensor is published in. By default its own.
 
     With `publish_dtype`, tensors of 16 bits and more per float are cast to it while they are packed, except those whose
-    name matches one of the `fnmatch` patterns in `keep` (router biases that engines hold in fp32, say). Integers,
+    name matches one of the `fnmatch` patterns in `keep_fp32` (router biases that engines hold in fp32, say). Integers,
     bools (`d2t`, `t2d`) and 8-bit floats are never cast: the latter mean nothing without their scales.
     """
 
     publish_dtype: torch.dtype | None = None
-    keep: Sequence[str] = ()
+    keep_fp32: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.publish_dtype is not None and self.publish_dtype not in _CASTABLE:
             names = sorted(dtype_name(d) for d in _CASTABLE)
             raise ConfigError(f"publish_dtype is {self.publish_dtype}, expected one of {names} or None")
-        if isinstance(self.keep, str):
-            raise ConfigError(f"keep is the string {self.keep!r}, expected a sequence of patterns")
+        if isinstance(self.keep_fp32, str):
+            raise ConfigError(f"keep_fp32 is the string {self.keep_fp32!r}, expected a sequence of patterns")
 
     def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """Published dtype of a tensor that the source holds as `dtype`."""
         if self.publish_dtype is None or dtype not in _CASTABLE:
             return dtype
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.keep):
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.keep_fp32):
             return dtype
         return self.publish_dtype
 
-    def published(self, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+    def apply(self, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
         """`specs` of a source with the dtypes that go over the wire."""
         return [dataclasses.replace(s, dtype=self.dtype_of(s.name, s.dtype)) for s in specs]
 
@@ -199,7 +199,7 @@ class SegmentView:
     """What one segment of a received bucket holds, as a typed view of the bucket (no copy).
 
     `whole`: `view` is the tensor, of its declared shape. Otherwise a part of a tensor larger than a bucket: `view` is
-    `[row_end - row_start, *shape[1:]]`, the rows from `row_start` on (those of a one-dimensional tensor are its elements).
+    `[row_end - row_start, *shape[1:]]`, the rows from `row_start` on (of a one-dimensional tensor, its elements).
     `flat`: not even a row fits into a bucket; `view` is one-dimensional, and `row_start`, `row_end` count elements of
     the flattened tensor. All parts of one tensor are `flat` or none is.
     """
