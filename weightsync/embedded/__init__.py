@@ -1,1 +1,1 @@
-"""An inference engine that needs nothing but torch: a target and a draft, decoding speculatively, for bench and tests."""
+"""An inference engine that needs nothing but torch: target and draft, decoding speculatively, for bench and tests."""
