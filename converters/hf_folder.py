@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,7 @@ def read_folder(path: Path) -> HfFolder:
         shards = [SINGLE]
     else:
         shards = sorted(p.name for p in path.glob("*.safetensors"))
-    if not shards and not problems:
+    if not shards and not (path / INDEX).exists():
         raise FolderError(f"{path}: no {SINGLE}, no {INDEX} and no *.safetensors: not a Hugging Face folder")
 
     tensors: dict[str, StoredTensor] = {}
@@ -137,19 +138,21 @@ def read_header(path: Path) -> list[StoredTensor]:
         FolderError: missing, truncated or not safetensors.
     """
     try:
-        size = path.stat().st_size
         with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
             head = file.read(8)
             length = int.from_bytes(head, "little")
-            if len(head) < 8 or length > size - 8:
-                raise FolderError(f"{path.name} is truncated: {size} bytes do not hold its header")
-            if length > MAX_HEADER_BYTES:
-                raise FolderError(f"{path.name} is not safetensors: its header would be {length} bytes")
-            header = json.loads(file.read(length))
+            text = file.read(length) if length <= min(size - 8, MAX_HEADER_BYTES) else b""
     except FileNotFoundError as e:
         raise FolderError(f"{path.name} is missing") from e
     except OSError as e:
         raise FolderError(f"{path.name} cannot be read: {e.strerror}") from e
+    if len(head) < 8 or size - 8 < length <= MAX_HEADER_BYTES:
+        raise FolderError(f"{path.name} is truncated: {size} bytes do not hold its header")
+    if length > MAX_HEADER_BYTES:
+        raise FolderError(f"{path.name} is not safetensors: its header would be {length} bytes")
+    try:
+        header = json.loads(text)
     except ValueError as e:
         raise FolderError(f"{path.name} is not safetensors: its header is not JSON") from e
     if not isinstance(header, dict):

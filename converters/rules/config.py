@@ -13,11 +13,15 @@ __all__ = ["ModelConfig"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """`values` is the parsed config, `defaults` what the family's own config class assumes for absent keys."""
+    """`values` is the parsed config, `defaults` what the family's own config class assumes for absent keys.
+
+    `names` are the Hugging Face tensor names of the source, where known: some facts stand only there.
+    """
 
     family: str
     values: Mapping[str, Any]
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    names: frozenset[str] = frozenset()
 
     def get(self, key: str) -> Any:
         """The value, the family's default where the key is absent or null, or None."""
@@ -39,6 +43,10 @@ class ModelConfig:
 
     def flag(self, key: str) -> bool:
         return bool(self.get(key))
+
+    def stores(self, ending: str) -> bool:
+        """Whether the source has a tensor whose name ends so: experts packed or one by one, and the like."""
+        return any(name.endswith(ending) for name in self.names)
 
     @property
     def hidden(self) -> int:

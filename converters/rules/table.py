@@ -112,10 +112,10 @@ def build(
     Raises:
         ConfigMismatch: the config lacks or contradicts a value.
     """
-    config = ModelConfig(family=family.name, values=values, defaults=family.defaults)
+    have = frozenset(names or ())
+    config = ModelConfig(family=family.name, values=values, defaults=family.defaults, names=have)
     family.check(config)
     encoding = family.encoding(config)
-    have = frozenset(names or ())
     if dialect is not None and dialect not in family.dialects:
         raise ConfigMismatch(f"{family.name} has no dialect {dialect!r}; it has {list(family.dialects)}")
     if dialect is None and family.dialects:
