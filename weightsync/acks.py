@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from weightsync import errors
 from weightsync.protocol import Ack, Keys, Phase
+from weightsync.store import HeartbeatReader
 
 if TYPE_CHECKING:
     from weightsync.engine.base import EngineControl
@@ -90,7 +91,7 @@ class AckBoard:
     def __init__(self, store: dist.Store, heartbeat_s: float) -> None:
         self._store = store
         self._heartbeat_s = heartbeat_s
-        self._heartbeats: dict[str, tuple[bytes, float]] = {}
+        self._heartbeats = HeartbeatReader(store)
 
     def collect(self, members: Sequence[Member], keys: Keys, phase: Phase, seq: int, deadline_s: float) -> None:
         """Wait until every rank of every engine has acknowledged `phase`; blame whoever is late, silent or unhappy."""
@@ -133,17 +134,12 @@ class AckBoard:
             error = m.reply.exception()
             if error is not None:
                 return f"engine {m.name}: {phase}: {error}"
-        now = time.monotonic()
         for r in ranks:
-            key = keys.heartbeat(m.index, r)
-            beat = self._store.get(key) if self._store.check([key]) else b""
-            last, since = self._heartbeats.get(key, (b"", now))
-            if beat != last or not beat:
-                self._heartbeats[key] = (beat, now)
-            elif now - since > self._heartbeat_s:
+            age = self._heartbeats.age(keys.heartbeat(m.index, r))
+            if age is not None and age > self._heartbeat_s:
                 return (
-                    f"engine {m.name} rank {r}: {phase}: no heartbeat for {now - since:.1f} s: the process is stopped, "
-                    "stuck or gone"
+                    f"engine {m.name} rank {r}: {phase}: no heartbeat for {age:.1f} s: the process is stopped, stuck "
+                    "or gone"
                 )
         return None
 

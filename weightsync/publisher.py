@@ -7,7 +7,6 @@ the source's gathers and learn the verdict. A publish is one or more attempts (m
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import secrets
@@ -21,13 +20,14 @@ import torch.distributed as dist
 from weightsync import errors
 from weightsync.acks import StepFailed
 from weightsync.config import PublishConfig
-from weightsync.coordinator import Coordinator, Request, roles_in_scope, scope_of
-from weightsync.manifest import Manifest, TensorSpec
-from weightsync.plan import DtypePolicy, build_manifest
+from weightsync.coordinator import Coordinator, Request, scope_of
+from weightsync.manifest import Manifest
+from weightsync.plan import DtypePolicy
+from weightsync.planner import Planner
 from weightsync.protocol import Keys, TrainerKeys
 from weightsync.report import PublishReport
 from weightsync.sender import Staged, StageSender
-from weightsync.store import connect_store, host_store, wait_key
+from weightsync.store import HostedStore, connect_store, host_store, wait_key
 from weightsync.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -98,24 +98,24 @@ class Publisher:
         initialized = dist.is_available() and dist.is_initialized()
         self.rank = rank if rank is not None else (dist.get_rank() if initialized else 0)
         self.world_size = world_size if world_size is not None else (dist.get_world_size() if initialized else 1)
-        self._policy = DtypePolicy(publish_dtype=self.config.publish_dtype, keep_fp32=tuple(self.config.keep_fp32))
+        policy = DtypePolicy(publish_dtype=self.config.publish_dtype, keep_fp32=tuple(self.config.keep_fp32))
         self._coordinator: Coordinator | None = None
-        self._hosted = None
+        self._hosted: HostedStore | None = None
+        failure: errors.WeightSyncError | None = None
         address: list[Any] = [None]
         if self.rank == 0:
-            if not engines:
-                raise errors.ConfigError("Publisher: rank 0 needs at least one engine")
-            run_id = self.config.run_id or f"run-{secrets.token_hex(6)}"
-            port_range = self.config.port_range
-            if store_address is not None:
-                port_range = (store_address[1], store_address[1])
-            self._hosted = host_store(
-                bind_host=self.config.bind_host, advertise_host=self.config.advertise_host, port_range=port_range
-            )
-            self._coordinator = Coordinator(engines, self.config, self._hosted, run_id)
-            address = [(self._hosted.host, self._hosted.port, run_id)]
+            try:
+                address = [self._host(engines, store_address)]
+            except errors.WeightSyncError as e:
+                failure = e
+                address = [str(e)]
         if self.world_size > 1:
+            # Rank 0 spreads its failure too: the others would wait in this broadcast until their group's timeout.
             address = self._spread(address, initialized, store_address)
+        if failure is not None:
+            raise failure
+        if isinstance(address[0], str):
+            raise errors.TransportError(f"Publisher: rank 0 could not start: {address[0]}")
         host, port, self.run_id = address[0]
         self._store: dist.Store = (
             self._hosted.store
@@ -124,11 +124,22 @@ class Publisher:
         )
         self._trainer_keys = TrainerKeys(self.run_id)
         self._seq = 0
-        self._sender = StageSender(source, self.config, self._store, self.run_id)
-        self._specs: tuple[TensorSpec, ...] = ()
-        self._posted_specs: set[str] = set()
-        self._manifests: dict[tuple[str, ...], Manifest] = {}
+        self._sender = StageSender(source, self.config, policy, self._store, self.run_id)
+        self._planner = Planner(source, policy, self.config.bucket_bytes, self._store, self._trainer_keys)
         self._pending: PublishHandle | None = None
+
+    def _host(self, engines: Sequence[EngineControl], store_address: tuple[str, int] | None) -> tuple[str, int, str]:
+        if not engines:
+            raise errors.ConfigError("Publisher: rank 0 needs at least one engine")
+        run_id = self.config.run_id or f"run-{secrets.token_hex(6)}"
+        port_range = self.config.port_range
+        if store_address is not None:
+            port_range = (store_address[1], store_address[1])
+        self._hosted = host_store(
+            bind_host=self.config.bind_host, advertise_host=self.config.advertise_host, port_range=port_range
+        )
+        self._coordinator = Coordinator(engines, self.config, self._hosted, run_id)
+        return self._hosted.host, self._hosted.port, run_id
 
     def _spread(self, address: list[Any], initialized: bool, given: tuple[str, int] | None) -> list[Any]:
         if given is not None:
@@ -200,7 +211,7 @@ class Publisher:
         """
         self._check_no_pending()
         request = self._request(version, scope, deadline_s, force, label)
-        manifest = self._plan(request, self._seq)
+        manifest = self._planner.plan(request.scope, self._seq, request.deadline_s)
         staged = self._sender.stage(manifest)
         outcome: list[PublishReport | BaseException] = []
 
@@ -256,7 +267,9 @@ class Publisher:
         for attempt in itertools.count(1):  # bounded: every retry leaves out at least one engine more
             seq = self._seq
             try:
-                manifest = planned if planned is not None else self._plan(request, seq)
+                manifest = (
+                    planned if planned is not None else self._planner.plan(request.scope, seq, request.deadline_s)
+                )
             except errors.WeightSyncError as e:
                 self._refuse(request, seq, e, started)
                 raise
@@ -423,58 +436,10 @@ class Publisher:
         return verdict
 
     def _await(self, key: str, deadline_s: float) -> dict[str, Any]:
-        wait_key(self._store, [key], deadline_s)
-        value: dict[str, Any] = json.loads(self._store.get(key))
-        return value
-
-    # -- plan, connect, send: the same on every sender ---------------------------------------------------------------
-
-    def _plan(self, request: Request, seq: int) -> Manifest:
-        """The manifest of the scope, planned alike on every rank from the specs of all stages."""
-        own = self._policy.apply(self.source.specs())
-        if self.source.num_stages == 1:
-            stages: Sequence[Sequence[TensorSpec]] = [own]
-            digests: tuple[str, ...] = (_digest_of(own)[0],)
-        else:
-            digest, text = _digest_of(own)
-            if self.source.is_sender:
-                if digest not in self._posted_specs:
-                    self._store.set(self._trainer_keys.spec_list(digest), text)
-                    self._posted_specs.add(digest)
-                self._store.set(self._trainer_keys.specs(seq, self.source.stage), digest)
-            keys = [self._trainer_keys.specs(seq, s) for s in range(self.source.num_stages)]
-            for stage, key in enumerate(keys):
-                try:
-                    wait_key(self._store, [key], request.deadline_s)
-                except errors.TransferTimeout as e:
-                    raise errors.TransferTimeout(
-                        f"trainer stage {stage} declared no tensors within {request.deadline_s:g} s: is every rank "
-                        "calling publish, in the same order?"
-                    ) from e
-            digests = tuple(self._store.get(key).decode() for key in keys)
-            stages = []
-        cache_key = (*digests, request.scope)
-        if cache_key not in self._manifests:
-            if self.source.num_stages > 1:
-                stages = [
-                    [TensorSpec.from_json(t) for t in json.loads(self._store.get(self._trainer_keys.spec_list(d)))]
-                    for d in digests
-                ]
-            roles = frozenset(t.role for specs in stages for t in specs)
-            wanted = roles_in_scope(request.scope, roles)
-            scoped = [[t for t in specs if t.role in wanted] for specs in stages]
-            if not any(scoped):
-                raise errors.ManifestError(
-                    f"scope {request.scope!r}: the source publishes roles {sorted(roles)} and none is in scope"
-                )
-            self._manifests[cache_key] = build_manifest(scoped, bucket_bytes=self.config.bucket_bytes)
-        return self._manifests[cache_key]
+        _, value = wait_key(self._store, key, deadline_s, poll_s=0.005)
+        obj: dict[str, Any] = json.loads(value)
+        return obj
 
 
 _OURS = (errors.VersionError, errors.ConfigError, errors.ManifestError)
 """Kinds that dropping an engine would only hide."""
-
-
-def _digest_of(specs: Sequence[TensorSpec]) -> tuple[str, str]:
-    text = json.dumps([t.to_json() for t in specs], separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest(), text

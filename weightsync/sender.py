@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +19,9 @@ from weightsync.config import PublishConfig
 from weightsync.digest import digest_tensor
 from weightsync.engine.memory import PeakMemory
 from weightsync.manifest import Manifest
-from weightsync.plan import BucketPacker
+from weightsync.plan import BucketPacker, DtypePolicy
 from weightsync.protocol import Keys
+from weightsync.store import put_json
 from weightsync.timeline import Timeline
 from weightsync.transports.base import GroupInfo, SenderEndpoint
 from weightsync.transports.registry import get_transport
@@ -44,12 +44,15 @@ class Staged:
 class StageSender:
     """Moves the weights of one rank's pipeline stage. One per publisher; keeps its group and buffers warm."""
 
-    def __init__(self, source: Source, config: PublishConfig, store: dist.Store, run_id: str) -> None:
+    def __init__(
+        self, source: Source, config: PublishConfig, policy: DtypePolicy, store: dist.Store, run_id: str
+    ) -> None:
         self.source = source
         self.config = config
         self._store = store
         self._run_id = run_id
         self._transport = get_transport(config.transport)
+        self._policy = policy
         self._epoch = 0
         self._endpoint: SenderEndpoint | None = None
         self._staging: list[torch.Tensor] = []
@@ -102,7 +105,7 @@ class StageSender:
             said = {"ok": False, "stage": stage, "error": f"trainer stage {stage}: {type(e).__name__}: {e}"}
             raise
         finally:
-            self._store.set(keys.sender(seq, stage, "connected"), json.dumps(said))
+            put_json(self._store, keys.sender(seq, stage, "connected"), said)
 
     def drop(self) -> None:
         if self._endpoint is not None:
@@ -135,7 +138,7 @@ class StageSender:
                     self._replay(staged, sizes, endpoint, timeline)
                 with timeline.span("wire"):
                     endpoint.finish()
-                said["digests"] = [int(d) for d in digests]
+                said["digests"] = torch.cat(digests).tolist() if digests else []
             except errors.TransportError as e:
                 said |= {"ok": False, "error": f"trainer stage {stage}: {type(e).__name__}: {e}"}
                 # The other ranks of this stage are inside the same gathers: leaving now would hang them.
@@ -149,8 +152,8 @@ class StageSender:
                 said["timeline"] = timeline.to_json()
                 said["peak_extra_bytes"] = memory.peak_extra_bytes()
                 keys = Keys(self._run_id, self._epoch)
-                with contextlib.suppress(errors.TransportError, RuntimeError) if not said["ok"] else _nothing():
-                    self._store.set(keys.sender(seq, stage, "sent"), json.dumps(said))
+                with contextlib.suppress(errors.TransportError) if not said["ok"] else _nothing():
+                    put_json(self._store, keys.sender(seq, stage, "sent"), said)
 
     def _stream(
         self,
@@ -173,7 +176,7 @@ class StageSender:
                 digests.append(digest_tensor(current[0][:nbytes]))
             endpoint.send(nbytes)
 
-        BucketPacker(manifest, stage).pack(tensors, acquire, send, timeline)
+        BucketPacker(manifest, stage, self._policy).pack(tensors, acquire, send, timeline)
 
     def stage(self, manifest: Manifest) -> Staged:
         """Copy this stage's buckets to staging memory, which later calls reuse."""
@@ -197,7 +200,7 @@ class StageSender:
             digests.append(digest_tensor(current[0][:nbytes]))
 
         tensors = self.source.stream(manifest.roles, timeline)
-        BucketPacker(manifest, self.source.stage).pack(tensors, acquire, send, timeline)
+        BucketPacker(manifest, self.source.stage, self._policy).pack(tensors, acquire, send, timeline)
         return Staged(self._staging, digests, timeline)
 
     @staticmethod
