@@ -94,6 +94,10 @@ class Ack:
     """Runner name -> tensors it loaded."""
     routes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     """Preflight: runner name -> indices of the manifest's tensors that this rank will load into it."""
+    partial: Mapping[str, tuple[tuple[int, int, int], ...]] = dataclasses.field(default_factory=dict)
+    """Preflight: runner name -> (tensor, first, stop) elements that this rank reads of tensors that it shards."""
+    assembly_bytes: int = 0
+    """Preflight: extra memory for a tensor larger than a bucket that the engine's loader needs whole."""
     peak_extra_bytes: int | None = None
     """Peak resident memory during the publish minus that before it, shared pages counted once."""
     timeline: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -106,6 +110,7 @@ class Ack:
         obj = json.loads(text)
         obj["digests"] = tuple(obj["digests"])
         obj["routes"] = {k: tuple(v) for k, v in obj["routes"].items()}
+        obj["partial"] = {k: tuple((i, a, b) for i, a, b in v) for k, v in obj["partial"].items()}
         return cls(**obj)
 
 

@@ -17,7 +17,7 @@ import torch
 from weightsync.engine.base import Runner
 from weightsync.engine.regions import Region, overlap
 from weightsync.engine.snapshot import Snapshot
-from weightsync.engine.writes import Places, WriteKey, WriteWatch, nbytes_of, write_key
+from weightsync.engine.writes import REBINDING, Places, WriteKey, WriteWatch, nbytes_of, write_key
 from weightsync.manifest import TensorSpec
 
 __all__ = ["DryLoad", "Write", "dry_run"]
@@ -125,7 +125,7 @@ class _Recorder(WriteWatch):
                     return self.problem(f"{name} writes into the tensor that the loader was given")
                 self.opaque = True
                 return False
-        if name in ("aten::set_", "aten::resize_", "aten::resize_as_"):
+        if name in REBINDING:
             return self.problem(f"{name} gives a live tensor other memory")
         if name == "aten::copy_":
             self._copy(args[0], args[1])
@@ -168,6 +168,8 @@ class _Recorder(WriteWatch):
         if len(touched) > 1 or write.key[0] < block.start or write.key[0] + nbytes_of(write.key) > block.stop:
             self.problem(f"a view of size {write.key[1]} reaches beyond the parameter that it starts in")
             return
+        if write.source is not None and block.holder(write.key) is None:
+            write = dataclasses.replace(write, source=None, kind="computed")  # bits of another dtype: not a cast
         if write.target.repeats:
             self.problem(f"a view of size {write.key[1]} and stride {write.key[2]} is written: elements repeat")
         if write.kind == "fill":

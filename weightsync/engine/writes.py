@@ -20,7 +20,10 @@ from weightsync.engine.base import Runner
 from weightsync.engine.regions import Region
 from weightsync.errors import RoutingError
 
-__all__ = ["Block", "Place", "Places", "WriteKey", "WriteWatch", "nbytes_of", "write_key"]
+__all__ = ["REBINDING", "Block", "Place", "Places", "WriteKey", "WriteWatch", "nbytes_of", "write_key"]
+
+REBINDING = frozenset({"aten::set_", "aten::resize_", "aten::resize_as_"})
+"""Operators that give a tensor object other memory, or move its memory."""
 
 WriteKey = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 """Address, size, stride and dtype of the view written through: equal keys, the same elements in the same order."""
@@ -68,6 +71,11 @@ class Block:
     def unit(self) -> int:
         """Bytes per element in which regions of this block are counted."""
         return min(p.key[3].itemsize for p in self.places)
+
+    def holder(self, key: WriteKey) -> Place | None:
+        """A place of the view's dtype that holds all of it."""
+        start, stop = key[0], key[0] + nbytes_of(key)
+        return next((p for p in self.places if p.key[3] == key[3] and p.start <= start and stop <= p.stop), None)
 
     def region(self, key: WriteKey) -> Region:
         """The elements of a view, in units from the start of the block."""
@@ -174,8 +182,8 @@ def _schema(func: Any) -> _Schema:
     for r in func._schema.returns:
         names = set(r.alias_info.before_set) if r.alias_info is not None else set()
         returns.append(next((k for k, alias in enumerate(aliases) if alias & names), None))
-    rebinds = func._schema.name in ("aten::set_", "aten::resize_", "aten::resize_as_")
-    return _Schema(tuple(written), torch.Tag.inplace_view in func.tags and not rebinds, tuple(returns))
+    views_only = torch.Tag.inplace_view in func.tags and func._schema.name not in REBINDING
+    return _Schema(tuple(written), views_only, tuple(returns))
 
 
 class WriteWatch(TorchDispatchMode):
