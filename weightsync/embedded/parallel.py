@@ -53,7 +53,7 @@ class TpGroup:
     def agree(self, x: torch.Tensor) -> torch.Tensor:
         """Rank 0's `x` on every rank, so that a last-bit difference never sends ranks different ways."""
         if self._group is not None:
-            self._wait("broadcast", self._group.broadcast([x], 0))
+            self._wait("broadcast", self._group.broadcast(x, 0))
         return x
 
     def close(self) -> None:
