@@ -4,14 +4,22 @@
     ├── ConfigMismatch (ValueError)          a Hugging Face config lacks or contradicts a value that the rules need
     ├── UnsupportedFamilyError (ValueError)  no rule set for this architecture
     ├── MappingError (ValueError)            unmapped, missing or duplicate names; shapes or dtypes that do not fit
-    └── FolderError (OSError)                a folder that cannot be read as a checkpoint
+    ├── LiveModelError (RuntimeError)        a live model whose parameters cannot be exported as they are
+    └── FolderError (OSError)                a folder that cannot be read or written as a checkpoint
 
 Messages say which tensor or key, what was got and expected, and the next step.
 """
 
 from __future__ import annotations
 
-__all__ = ["ConfigMismatch", "ConverterError", "FolderError", "MappingError", "UnsupportedFamilyError"]
+__all__ = [
+    "ConfigMismatch",
+    "ConverterError",
+    "FolderError",
+    "LiveModelError",
+    "MappingError",
+    "UnsupportedFamilyError",
+]
 
 
 class ConverterError(Exception):
@@ -30,5 +38,9 @@ class MappingError(ConverterError, ValueError):
     """Tensors and rules do not fit: names unmapped, missing or given twice, a wrong shape or dtype."""
 
 
+class LiveModelError(ConverterError, RuntimeError):
+    """The parameters of a live model do not hold the weights as they are: offloaded, quantised, stale, sharded."""
+
+
 class FolderError(ConverterError, OSError):
-    """Not a checkpoint folder, or one that cannot be read."""
+    """Not a checkpoint folder, or one that cannot be read or written."""
