@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -108,14 +109,21 @@ class BenchConfig:
         return path if path.is_dir() else None
 
     @property
+    def model_name(self) -> str:
+        """Of a folder its name alone, not its path: results are published."""
+        return self.model if self.folder is None else self.folder.resolve().name
+
+    @property
     def title(self) -> str:
         """One line for tables and plots."""
         draft = "no draft" if self.draft == "none" else f"{self.draft} draft"
-        model = self.folder.name if self.folder else self.model
         engines = f"{self.engines} engine{'s' if self.engines > 1 else ''} TP{self.engine_tp}"
-        return f"{model}, {draft}: {self.trainer} trainer to {engines} over {self.transport}"
+        return f"{self.model_name}, {draft}: {self.trainer} trainer to {engines} over {self.transport}"
 
     def to_json(self) -> dict[str, Any]:
         out = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        # The folder's name, not its path: results are published.
-        return {**out, "trainer": str(self.trainer), "model": self.folder.name if self.folder else self.model}
+        return {**out, "trainer": str(self.trainer)}
+
+    @classmethod
+    def from_json(cls, obj: Mapping[str, Any]) -> BenchConfig:
+        return cls(**{**obj, "trainer": TrainerLayout.parse(obj["trainer"])})

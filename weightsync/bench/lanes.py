@@ -14,7 +14,6 @@ import dataclasses
 import datetime
 import mmap
 import os
-import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from weightsync.bench.children import serve
 from weightsync.bench.destinations import Destinations, Rows
 from weightsync.errors import ConfigError
 from weightsync.manifest import TensorSpec
+from weightsync.store import HostedStore, host_store
 
 __all__ = ["Lane", "LaneConfig", "Tokens", "main"]
 
@@ -246,7 +246,7 @@ class _Server:
 
     def __init__(self) -> None:
         self.config: LaneConfig | None = None
-        self.store: dist.TCPStore | None = None
+        self.hosted: HostedStore | None = None
         self.lane: Lane | None = None
 
     def __call__(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -258,27 +258,15 @@ class _Server:
         torch.set_num_threads(1)
         if self.config.rank:
             return {}
-        listener = socket.socket()
-        listener.bind(("127.0.0.1", 0))  # a plain TCPStore would listen on every address
-        listener.listen()
-        port = listener.getsockname()[1]
-        self.store = dist.TCPStore(
-            "127.0.0.1",
-            port,
-            self.config.size,
-            True,
-            datetime.timedelta(seconds=self.config.deadline_s),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-        return {"port": port}
+        self.hosted = host_store()
+        return {"port": self.hosted.port}
 
     def do_join(self, port: int) -> dict[str, Any]:
         assert self.config is not None
-        if self.store is None:
-            timeout = datetime.timedelta(seconds=self.config.deadline_s)
-            self.store = dist.TCPStore("127.0.0.1", port, self.config.size, False, timeout, wait_for_workers=False)
-        self.lane = Lane(self.config, self.store)
+        timeout = datetime.timedelta(seconds=self.config.deadline_s)
+        # A plain client: the rendezvous of a process group waits longer than `connect_store` lets an answer take.
+        store = dist.TCPStore("127.0.0.1", port, None, False, timeout, wait_for_workers=False)
+        self.lane = Lane(self.config, store)
         self.lane.ack()
         loaded = self.lane.destinations.nbytes if self.lane.destinations else 0
         if self.config.shared and self.lane.is_sender:

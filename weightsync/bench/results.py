@@ -53,7 +53,7 @@ def build(config: BenchConfig, measured: Measured) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "title": config.title,
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-        "config": config.to_json(),
+        "config": {**config.to_json(), "model": config.model_name},
         "summary": {
             "publish_s": publish.to_json(),
             "limit_s": limit.to_json() if limit else None,
