@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from weightsync.embedded.config import ModelConfig
 from weightsync.embedded.layers import Weight, copy_full
 from weightsync.errors import ConfigError
 
-__all__ = ["NameTable", "checkpoint_shapes", "init_random", "load_folder", "read_folder"]
+__all__ = ["NameTable", "checkpoint_shapes", "folder_names", "init_random", "load_folder", "read_folder"]
 
 # checkpoint name part -> (fused parameter, shard id)
 _STACKED: Mapping[str, tuple[str, str | int]] = {
@@ -146,34 +146,56 @@ def read_folder(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
     """
     from safetensors import safe_open
 
-    folder = Path(folder)
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        files = sorted(set(weight_map.values()))
-    else:
-        weight_map = {}
-        files = sorted(path.name for path in folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{folder} holds no safetensors files")
+    files, weight_map = _files(Path(folder))
     seen = set()
-    for name in files:
-        path = folder / name
-        if not path.is_file():
-            raise ConfigError(f"{index} names {name}, which is not in the folder")
+    for path in files:
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - not a mapping
                 seen.add(key)
                 yield key, file.get_tensor(key)
     lost = sorted(set(weight_map) - seen)
     if lost:
-        raise ConfigError(f"{index} names {len(lost)} tensors that no file holds, the first is {lost[0]}")
+        raise ConfigError(f"the index of {folder} names {len(lost)} tensors that no file holds, first {lost[0]}")
 
 
-def load_folder(folder: str | Path, models: Mapping[str, nn.Module], needed: Mapping[str, Iterable[str]]) -> None:
+def _files(folder: Path) -> tuple[list[Path], dict[str, str]]:
+    index = folder / "model.safetensors.index.json"
+    weight_map: dict[str, str] = {}
+    if index.is_file():
+        weight_map = json.loads(index.read_text())["weight_map"]
+        files = [folder / name for name in sorted(set(weight_map.values()))]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{folder} holds no safetensors files")
+    for path in files:
+        if not path.is_file():
+            raise ConfigError(f"{index} names {path.name}, which is not in the folder")
+    return files, weight_map
+
+
+def folder_names(folder: str | Path) -> set[str]:
+    """Names of the tensors of a Hugging Face folder, from headers alone. Raises as `read_folder`."""
+    from safetensors import safe_open
+
+    names: set[str] = set()
+    for path in _files(Path(folder))[0]:
+        with safe_open(path, framework="pt") as file:
+            names.update(file.keys())
+    return names
+
+
+def load_folder(
+    folder: str | Path,
+    models: Mapping[str, nn.Module],
+    needed: Mapping[str, Iterable[str]],
+    *,
+    canonical: Callable[[str], str] = str,
+) -> None:
     """Load a folder into `models` (one pass, every model is offered every tensor) and check that nothing is missing.
 
-    `needed` names, per model, the checkpoint tensors without which it would serve leftovers.
+    `needed` names, per model, the checkpoint tensors without which it would serve leftovers, spelt as `canonical`
+    spells the names of the folder.
 
     Raises:
         ConfigError: a tensor is missing, unknown or misshapen.
@@ -186,7 +208,7 @@ def load_folder(folder: str | Path, models: Mapping[str, nn.Module], needed: Map
             except (KeyError, ValueError) as e:
                 raise ConfigError(f"{folder} does not fit the {key}: {e.args[0]}") from e
     for key, names in needed.items():
-        lost = sorted(set(names) - taken[key])
+        lost = sorted(set(names) - {canonical(name) for name in taken[key]})
         if lost:
             raise ConfigError(f"{folder} lacks {len(lost)} tensors of the {key}, the first is {lost[0]}")
 

@@ -93,7 +93,11 @@ class Scheduler:
         return (bool(self._running) and self.paused != "keep") or (bool(self._waiting) and self.paused is None)
 
     def add(self, request: Request) -> None:
-        """Queue a request.
+        """Queue a request that `check` let pass."""
+        self._waiting.append(request)
+
+    def check(self, request: Request) -> None:
+        """Refuse what cannot be served.
 
         Raises:
             ConfigError: an empty prompt, a token outside the vocabulary, or more positions than the model has.
@@ -109,7 +113,6 @@ class Scheduler:
                 f"{where}: {len(request.prompt)} prompt and {request.max_tokens} new tokens exceed the model's "
                 f"{config.max_positions} positions"
             )
-        self._waiting.append(request)
 
     def step(self) -> list[Result]:
         """Admit what fits, advance one running request by one target pass; returns what finished."""

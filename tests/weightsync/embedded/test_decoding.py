@@ -229,7 +229,7 @@ def test_requests_that_cannot_be_served_are_refused():
         ([1] * 500, 13, "exceed the model's 512 positions"),
     ):
         with pytest.raises(ConfigError, match=words):
-            scheduler.add(Request(id="r", prompt=prompt, max_tokens=max_tokens, num_draft=0))
+            scheduler.check(Request(id="r", prompt=prompt, max_tokens=max_tokens, num_draft=0))
     scheduler.add(Request(id="r", prompt=[1], max_tokens=4, num_draft=0))
     scheduler.add(Request(id="s", prompt=[1], max_tokens=4, num_draft=0))
     scheduler.step()
@@ -241,21 +241,23 @@ def test_requests_that_cannot_be_served_are_refused():
 def test_proposals_made_with_caches_are_those_of_a_full_recomputation(draft):
     decoder = random_decoder("tiny-llama", draft)
     target, model = decoder.target, decoder.draft
+    forward, runs = target.forward, []
+
+    def spy(run, cache):
+        runs.append(run.tolist())
+        return forward(run, cache)
+
+    target.forward = spy
     decoding = decoder.start(PROMPT, max_tokens=10, num_draft=3)
+    decoder.step(decoding)
     while decoding.remaining > 1:
-        decoder.step(decoding)
-        if decoding.remaining <= 1:
-            break
         tokens = list(decoding.tokens)
-        features = target.forward(torch.tensor(tokens[:-1]), target.new_cache()).features
+        features = forward(torch.tensor(tokens[:-1]), target.new_cache()).features
         cache, expected = model.new_cache(), []
         hidden, chained = model.forward(torch.tensor(tokens[1:]), model.prepare(features), cache)
         for _ in range(min(3, decoding.remaining - 1)):
             expected.append(int(model.to_target(model.logits(hidden[-1:]).argmax(-1))))
             hidden, chained = model.forward(torch.tensor(expected[-1:]), chained[-1:], cache)
-        seen = []
-        forward = target.forward
-        target.forward = lambda run, cache, f=forward: (seen.append(run.tolist()), f(run, cache))[1]
         decoder.step(decoding)
-        target.forward = forward
-        assert seen == [[tokens[-1], *expected]]
+        assert runs[-1] == [tokens[-1], *expected]
+    assert len(runs) > 3
