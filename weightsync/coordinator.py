@@ -487,7 +487,10 @@ class Coordinator:
     def _check_routes(self, manifest: Manifest) -> None:
         problems: dict[str, str] = {}
         for m in self._members:
-            found = check_union(manifest, {r: a.routes for r, a in m.acks["preflight"].items()})
+            acks = m.acks["preflight"]
+            found = check_union(
+                manifest, {r: a.routes for r, a in acks.items()}, {r: a.partial for r, a in acks.items()}
+            )
             if found:
                 problems[m.name] = f"engine {m.name}: " + "; ".join(found)
         if problems:
