@@ -67,13 +67,15 @@ def describe(name: str, value: torch.Tensor) -> Held:
         if any(p.is_partial() for p in value.placements):
             raise ManifestError(f"{name!r} is a partial DTensor ({value.placements}): reduce it before it is published")
         cut = [(dim, p) for dim, p in enumerate(value.placements) if type(p) is not Replicate and mesh.size(dim) > 1]
-        whole = not cut
-        if len(cut) == 1 and type(cut[0][1]) is Shard and cut[0][1].dim == 0:
+        whole = not cut or not value.numel()
+        if not whole and len(cut) == 1 and type(cut[0][1]) is Shard and cut[0][1].dim == 0:
             mesh_dim = cut[0][0]
         with torch.no_grad():
             local = value.to_local()  # type: ignore[attr-defined]
         if mesh_dim is not None:
             _check_rows(name, value, local, mesh, mesh_dim)
+        if not value.numel():
+            local = local.new_empty(value.shape)
     local = local.detach()
     if is_traceable_wrapper_subclass(local):
         raise ManifestError(
