@@ -26,13 +26,18 @@ MAY_IMPORT = {
 
 # Trainers, engines and what else an environment may lack -> the modules (or folders) that adapt them.
 ADAPTERS = {
-    "fsspec": (),
+    "fsspec": ("checkpoint/drain.py",),
     "matplotlib": ("weightsync/bench/",),
     "mbridge": (),
-    "megatron": ("converters/live/", "weightsync/bench/megatron/", "weightsync/sources/megatron.py"),
+    "megatron": (
+        "checkpoint/megatron/",
+        "converters/live/",
+        "weightsync/bench/megatron/",
+        "weightsync/sources/megatron.py",
+    ),
     "ray": (),
     "sglang": (),
-    "tensorstore": (),
+    "tensorstore": ("checkpoint/legacy_zarr.py",),
     "transformers": (),
     "vllm": (),
 }
