@@ -90,3 +90,11 @@ def test_every_option_of_the_command_line_is_documented():
         offered = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", shown.getvalue()))
         documented = set(re.findall(r"^\| `(--[\w-]+)", sections[name], re.MULTILINE))
         assert documented == offered - {"--help"}, name
+
+
+def test_every_name_of_the_api_page_is_there():
+    rows = re.findall(r"^\| (`\w.*?) \| `([\w.]+)` \|", (REFERENCE / "api.md").read_text(), re.MULTILINE)
+    assert len(rows) > 20
+    for names, module in rows:
+        for name in re.findall(r"`(\w+)`", names):
+            assert name in importlib.import_module(module).__all__, f"{module}.{name}"
