@@ -66,6 +66,11 @@ class _ClientStore(dist.TCPStore):
     weightsync_socket: socket.socket | None = None
     weightsync_address: str = ""
 
+    def __del__(self) -> None:
+        # The duplicate goes with the client: a socket object that is merely collected warns that it was not closed.
+        if self.weightsync_socket is not None:
+            self.weightsync_socket.close()
+
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class HostedStore:
