@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import math
 import re
 import threading
@@ -183,12 +184,11 @@ class DataGroup:
             self._said = True
             put_json(self.group.store, f"alive/{self.group.rank}", {"saw": saw, "left": left})
 
-    def heard(self, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
+    def heard(self, ranks: Iterable[int], end: float) -> dict[int, dict[str, Any]]:
         """What those of `ranks` that spoke (see `say`) said."""
         store = self.group.store
-        with translated(store, f"looking who is alive in {self.group.name}"):
-            spoke = [rank for rank in ranks if store.check([f"alive/{rank}"])]
-        return {rank: get_json(store, f"alive/{rank}", 1.0) for rank in spoke}
+        with translated(store, f"looking who is alive in {self.group.name}", end):
+            return {rank: json.loads(store.get(key)) for rank in ranks if store.check([key := f"alive/{rank}"])}
 
     def retire(self) -> None:
         """End the group whatever it is doing; returns soon, the rest happens in a daemon thread. Idempotent."""

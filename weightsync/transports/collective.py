@@ -29,7 +29,7 @@ from weightsync.transports.base import GroupInfo, TransportCaps
 
 __all__ = ["CollectiveTransport"]
 
-_WORD_S = 0.3
+_WORD_S = 0.5
 """How long a rank that closed a connection has to say that it is alive; it does so before it closes any."""
 
 
@@ -94,16 +94,21 @@ class _Member(Endpoint):
             self.pg.say(saw, None)
         self.works.clear()
         self._retire()
-        blamed, why = self._inquest(saw)
-        who = ", ".join(peer_name(self.group, rank) for rank in blamed)
+        try:
+            blamed, why = self._inquest(saw)
+            who = ", ".join(peer_name(self.group, rank) for rank in blamed)
+        except TransportError as e:
+            # No store, no inquest: its host is lost for certain, and a member that closed its connection may have done
+            # so because of that. The sender is the exception, as it mostly is the host.
+            who, why = (peer_name(self.group, 0) if saw == 0 else e.peer or ""), f"; {e}"
         kind: type[TransportError]
         if cause is None:
             kind = TransferTimeout
-            found = f"no sign of life from {who}{why}" if blamed else "every rank answers: the deadline is too short"
+            found = f"no sign of life from {who}{why}" if who else "every rank answers: the deadline is too short"
             text = f"no progress before the deadline; {found}"
         else:
             kind = PeerLost
-            text = f"lost {who or 'a connection, though every rank answers'}{why} ({_plain(cause)})"
+            text = f"lost {who or 'a connection, though every rank answers'} ({_plain(cause)}){why}"
         self.failure = kind(
             f"{self.progress}: {text}; the group is closed, publish again in a new epoch",
             peer=who or None,
@@ -112,28 +117,25 @@ class _Member(Endpoint):
         return self.failure
 
     def _inquest(self, saw: int | None) -> tuple[list[int], str]:
-        """The ranks to blame, and why, if they said so."""
+        """The ranks to blame, and why, if they said so. Raises `TransportError` if the store is gone."""
         start = time.monotonic()
         # Within the deadline if there is time left, and long enough for a rank that is just loading a bucket.
         end = start + min(max(self.final - start - 0.05, 0.2), 1.0)
         others = [r for r in range(self.group.size) if r != self.group.rank]
         heard: dict[int, dict[str, Any]] = {}
-        with contextlib.suppress(TransportError):  # no store, no inquest
-            while len(heard) < len(others) and time.monotonic() < end:
-                heard |= self.pg.heard([r for r in others if r not in heard])
-                for rank, said in heard.items():
-                    if said["left"] is not None:
-                        return [rank], f", which {said['left']}"
-                if saw in heard:
-                    # It closed its connections because of somebody else: go by what it saw.
-                    saw = heard[saw]["saw"]
-                    saw = None if saw == self.group.rank else saw
-                elif saw is not None and time.monotonic() > start + _WORD_S:
-                    return [saw], ""
-                time.sleep(0.005)
-        if saw is not None and saw not in heard:
-            return [saw], ""
-        return [r for r in others if r not in heard], ""
+        while len(heard) < len(others) and time.monotonic() < end:
+            heard |= self.pg.heard([r for r in others if r not in heard], end)
+            for rank, said in heard.items():
+                if said["left"] is not None:
+                    return [rank], f", which {said['left']}"
+            if saw in heard:
+                # It closed its connections because of somebody else: go by what it saw.
+                saw = heard[saw]["saw"]
+                saw = None if saw == self.group.rank else saw
+            elif saw is not None and time.monotonic() > start + _WORD_S:
+                break
+            time.sleep(0.005)
+        return [saw] if saw is not None and saw not in heard else [r for r in others if r not in heard], ""
 
     def close(self) -> None:
         self._end("closed its side")
