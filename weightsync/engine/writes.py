@@ -197,9 +197,7 @@ class WriteWatch(TorchDispatchMode):
         """Run an operator that may run."""
         return func(*args, **kwargs)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         schema = _schema(func)
         if not schema.written or schema.views_only:
@@ -212,3 +210,8 @@ class WriteWatch(TorchDispatchMode):
             return self.run(func, args, kwargs)
         results = [values[k] if k is not None else None for k in schema.returns]
         return results[0] if len(results) == 1 else tuple(results) if results else None
+
+
+# Set from outside the class body: torch wraps one found there so that its first call imports all of torch._dynamo,
+# seconds and a hundred megabytes in the middle of a preflight.
+WriteWatch.__torch_dispatch__ = WriteWatch._dispatch  # type: ignore[assignment,method-assign]

@@ -27,7 +27,7 @@ from weightsync.engine.memory import resident_bytes
 from weightsync.engine.regions import Region
 from weightsync.engine.routing import build_routes, check_union
 from weightsync.engine.runner import ModuleRunner
-from weightsync.engine.writes import Places
+from weightsync.engine.writes import Places, WriteWatch
 from weightsync.errors import ConfigError, RoutingError
 
 CPU = torch.device("cpu")
@@ -479,6 +479,12 @@ def test_a_replaced_tensor_attribute_counts_as_taking_but_a_cache_does_not():
     assert list(routes.refusals) == [4]
     assert not hasattr(module, "hot_token_id")
     assert module.cache is None
+
+
+def test_watching_writes_does_not_drag_in_the_compiler():
+    # torch wraps a mode's `__torch_dispatch__` so that its first call imports torch._dynamo: seconds, and memory.
+    for mode in (WriteWatch, *WriteWatch.__subclasses__()):
+        assert mode.__torch_dispatch__ is WriteWatch._dispatch
 
 
 def test_a_dry_run_costs_no_memory():
