@@ -44,8 +44,8 @@ ADAPTERS = {
 # Adapters that are all about one package and are themselves imported lazily: there it may stand at the top.
 EAGER = {"megatron": ("weightsync/bench/megatron/",)}
 
-# Exceptions that never leave their package: raised in one module, caught in its caller.
-INTERNAL_ERRORS = {"weightsync/acks.py": {"StepFailed"}}
+# Exceptions that users need not tell apart: caught in their package, or a kind of what `errors.py` has.
+INTERNAL_ERRORS = {"weightsync/acks.py": {"StepFailed"}, "weightsync/embedded/links.py": {"RankLost"}}
 
 MAX_PUBLIC_NAMES = 15
 LONG, TOO_LONG = 500, 800

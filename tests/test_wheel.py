@@ -91,3 +91,12 @@ def test_the_wheel_is_typed_and_licensed(slim):
     assert (info / "licenses" / "LICENSE").exists()
     assert [p for p in PACKAGES if not (info.parent / p / "py.typed").exists()] == []
     assert not (info.parent / "tests").exists()
+
+
+def test_the_wheel_runs_the_embedded_bench(slim, tmp_path):
+    options = ["--model", "tiny", "--draft", "mtp", "--publishes", "2", "--warmup", "0", "--json"]
+    result = json.loads(_run(slim / "weightsync", "bench", *options, cwd=tmp_path, timeout_s=90))
+    summary = result["summary"]
+    assert summary["acceptance_after"] == 1.0
+    assert summary["wire_bytes_per_engine_rank"] >= summary["unique_bytes"] > 0
+    assert "megatron-core" not in result["versions"]

@@ -1,4 +1,4 @@
-"""Draft losses and hidden-state capture inside a Megatron model. Planned: today it holds the root of its errors only."""
+"""Draft losses and hidden-state capture in a Megatron model. Planned: today there is only the root of its errors."""
 
 from __future__ import annotations
 
