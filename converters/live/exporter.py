@@ -235,6 +235,7 @@ class _Flight:
         self._gather = gather
         self._live = live
         self._left = iter(buckets)
+        gather.begin()
         self._in_flight = False
         self._broken = False
 

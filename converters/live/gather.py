@@ -108,7 +108,7 @@ def _bucket(numbers: Sequence[int], members: Sequence[Piece]) -> GatherBucket:
 
 
 class BucketGather:
-    """Moves buckets to rank 0 of `group`. Calls alternate: `start(k + 1)` while bucket k is used, then `finish`.
+    """Moves buckets to rank 0 of `group`. After `begin`: `start(k + 1)` while bucket k is used, then `finish`, and so on.
 
     Every rank of the group makes the same calls. The buffers stay for the next export.
     """
@@ -129,6 +129,10 @@ class BucketGather:
     def buffer_bytes(self) -> int:
         """Bytes that this rank holds for gathers."""
         return sum(b.numel() for b in self._buffers)
+
+    def begin(self) -> None:
+        """Before the first bucket of an export: the same bucket then meets the same buffer in every export."""
+        self._slot, self._pending = 0, None
 
     def start(self, bucket: GatherBucket, shards: Mapping[str, torch.Tensor]) -> None:
         """Send this rank's `shards` of `bucket`; `finish` ends it. The result of the bucket before stays valid."""
