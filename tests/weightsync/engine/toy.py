@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 from weightsync.engine.coverage import Loading
 from weightsync.engine.routing import build_routes
 from weightsync.engine.runner import ModuleRunner
+from weightsync.errors import RoutingError
 from weightsync.manifest import TensorSpec
 from weightsync.plan import BucketPacker, build_manifest, segments_of
 from weightsync.timeline import Timeline
@@ -149,3 +151,27 @@ def assert_same_state(before, after):
     for name, (pointer, value) in before[0].items():
         assert after[0][name][0] == pointer, name
         assert torch.equal(after[0][name][1], value), name
+
+
+QKV = [spec("q", 8, 4), spec("k", 4, 4), spec("v", 4, 4)]
+
+
+def qkv_module(rank=0, size=1):
+    q, kv = 8 // size, 4 // size
+    return Toy(
+        {"qkv": parameter(q + 2 * kv, 4)},
+        {
+            "q": take("qkv", 0, rank, size, check=False),
+            "k": take("qkv", 0, rank, size, at=q, check=False),
+            "v": take("qkv", 0, rank, size, at=q + kv, check=False),
+        },
+    )
+
+
+def refusal(specs, runners, **kwargs):
+    before = [state(r.module) for r in runners]
+    with pytest.raises(RoutingError) as e:
+        route(specs, runners, **kwargs)
+    for r, b in zip(runners, before, strict=True):
+        assert_same_state(b, state(r.module))
+    return str(e.value)
