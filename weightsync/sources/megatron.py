@@ -15,13 +15,12 @@ import torch
 from converters.errors import ConverterError, LiveModelError
 from converters.families import rules_for
 from converters.live import LiveExporter, ParallelGroups
+from converters.live.exporter import GATHER_BYTES
 from weightsync.errors import ConfigError, ManifestError, UnsupportedError
 from weightsync.manifest import TARGET, TensorSpec
 from weightsync.timeline import Timeline
 
 __all__ = ["MegatronSource"]
-
-GATHER_BYTES = 32 << 20
 
 
 class MegatronSource:
