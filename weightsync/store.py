@@ -42,6 +42,7 @@ __all__ = [
     "get_json",
     "host_store",
     "put_json",
+    "translated",
     "wait_all",
     "wait_key",
 ]
@@ -65,6 +66,8 @@ class _ClientStore(dist.TCPStore):
 
     weightsync_socket: socket.socket | None = None
     weightsync_address: str = ""
+    weightsync_lost: str | None = None
+    """Why the connection can't be used any more."""
 
     def __del__(self) -> None:
         # The duplicate goes with the client: a socket object that is merely collected warns that it was not closed.
@@ -251,27 +254,34 @@ def translated(store: dist.Store, doing: str, end: float | None = None) -> Itera
         PeerLost: it closed the connection.
     """
     root = _root(store)
-    sock = root.weightsync_socket if isinstance(root, _ClientStore) else None
-    address = root.weightsync_address if isinstance(root, _ClientStore) else str(getattr(root, "host", "?"))
+    ours = root if isinstance(root, _ClientStore) else None
+    peer = f"coordinator {ours.weightsync_address if ours is not None else getattr(root, 'host', '?')}"
+    sock = ours.weightsync_socket if ours is not None else None
+    if ours is not None and ours.weightsync_lost is not None:
+        raise PeerLost(f"{peer} was lost before {doing}: {ours.weightsync_lost}", peer=peer)
     if sock is not None:
         left = REPLY_TIMEOUT_S if end is None else end - time.monotonic()
         _sockets.set_reply_timeout(sock, min(max(left, _SLACK_S), REPLY_TIMEOUT_S))
     try:
         yield
+    except dist.DistStoreError as e:  # a wait of torch's own, for a key that nobody wrote: the connection is fine
+        raise TransferTimeout(f"{peer}: {doing}: {_first_line(e)}", peer=peer) from e
     except (dist.DistError, RuntimeError) as e:
-        peer = f"coordinator {address}"
+        silent = "timeout" in _first_line(e).lower()
+        why = "it did not answer" if silent else f"it closed the connection ({_first_line(e)})"
+        if ours is not None:
+            ours.weightsync_lost = why
         if sock is not None:
             with contextlib.suppress(OSError):  # already closed by the other side
                 sock.shutdown(socket.SHUT_RDWR)
-        if "timeout" in _first_line(e).lower():
+        if silent:
             raise TransferTimeout(
                 f"{peer} did not answer while {doing}: its process is stopped or its network is gone; publish again "
                 "once the trainer runs",
                 peer=peer,
             ) from e
         raise PeerLost(
-            f"{peer} is gone while {doing} ({_first_line(e)}): the trainer's rank 0 exited; publish again with a new "
-            "publisher",
+            f"{peer} is gone while {doing}: {why}: the trainer's rank 0 exited; publish again with a new publisher",
             peer=peer,
         ) from e
 
