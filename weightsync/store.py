@@ -224,6 +224,7 @@ def connect_store(host: str, port: int, deadline_s: float) -> dist.TCPStore:
             raise PeerLost(f"{where} closed the connection: {_first_line(e)}", peer=where) from e
         finally:
             fuse.cancel()
+            fuse.join()
         for ends in _sockets.find(to_store) - before:
             sock = _sockets.take(ends)
             if sock is not None:

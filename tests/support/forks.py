@@ -23,7 +23,10 @@ class Fork:
     """One forked process running `fn(*args)`; leave the `with` block, and it is gone."""
 
     def __init__(self, fn: Callable[..., Any], *args: Any) -> None:
-        assert len(os.listdir("/proc/self/task")) == 1, "fork from a single-threaded process only"
+        end = time.monotonic() + 5.0  # a joined thread may still be on its way out of the kernel
+        while (threads := len(os.listdir("/proc/self/task"))) > 1 and time.monotonic() < end:
+            time.sleep(0.001)
+        assert threads == 1, "fork from a single-threaded process only"
         read_fd, write_fd = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
