@@ -275,8 +275,10 @@ class Leader:
             "weights": lambda body: self._command({"op": "weights"}, body),
         }
 
-    def _command(self, op: _Reply, body: Mapping[str, Any], *, deadline_s: float | None = None) -> _Reply:
-        """Have the main thread perform `op`, and wait for that.
+    def _command(
+        self, op: _Reply, body: Mapping[str, Any], *, deadline_s: float | None = None, what: str | None = None
+    ) -> _Reply:
+        """Have the main thread perform `op`, and wait for that; `what` names it in messages.
 
         Raises:
             EngineError: not within the deadline; names the ranks that owe an answer.
@@ -292,7 +294,7 @@ class Leader:
             return job.future.result(limit_s)
         except concurrent.futures.TimeoutError:
             job.future.cancel()
-            raise self._late(op["op"], limit_s) from None
+            raise self._late(what or op["op"], limit_s) from None
         finally:
             with self._lock:
                 self._pending.discard(job.future)
@@ -387,7 +389,7 @@ class Leader:
         with self._lock:
             self._requests |= dict(zip(ids, futures, strict=True))
         try:
-            self._command({"op": "add", "requests": requests}, {}, deadline_s=limit_s)
+            self._command({"op": "add", "requests": requests}, {}, deadline_s=limit_s, what="generate")
             results = [future.result(max(0.0, end - time.monotonic())) for future in futures]
         except concurrent.futures.TimeoutError:
             self._jobs.put(_Job(op={"op": "cancel", "ids": ids}))

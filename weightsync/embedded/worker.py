@@ -28,6 +28,8 @@ from weightsync.engine.receiver import Receiver
 from weightsync.errors import WeightSyncError
 from weightsync.store import connect_store, host_store
 
+__all__ = ["main"]
+
 EXIT_GRACE_S = 2.0
 
 
