@@ -46,6 +46,11 @@ class PublishHandle:
         self._thread = thread
         self._outcome = outcome
 
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait without raising; True once the verdict is known."""
+        self._thread.join(timeout_s)
+        return self.done()
+
     def done(self) -> bool:
         return not self._thread.is_alive()
 
@@ -56,8 +61,7 @@ class PublishHandle:
             errors.TransferTimeout: it is not known after `timeout_s`; the publish goes on.
             errors.WeightSyncError: what `Publisher.publish` would have raised.
         """
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
+        if not self.wait(timeout_s):
             raise errors.TransferTimeout(f"publish is still running after {timeout_s} s; call result again")
         outcome = self._outcome[0]
         if isinstance(outcome, BaseException):
@@ -118,15 +122,14 @@ class Publisher:
             raise errors.TransportError(f"Publisher: rank 0 could not start: {address[0]}")
         host, port, self.run_id = address[0]
         self._store: dist.Store = (
-            self._hosted.store
-            if self._hosted is not None
-            else connect_store(host, port, deadline_s=self.config.deadline_s)
+            self._hosted.store if self._hosted is not None else _join(host, port, self.config.deadline_s)
         )
         self._trainer_keys = TrainerKeys(self.run_id)
         self._seq = 0
         self._sender = StageSender(source, self.config, policy, self._store, self.run_id)
         self._planner = Planner(source, policy, self.config.bucket_bytes, self._store, self._trainer_keys)
         self._pending: PublishHandle | None = None
+        self._closed = False
 
     def _host(self, engines: Sequence[EngineControl], store_address: tuple[str, int] | None) -> tuple[str, int, str]:
         if not engines:
@@ -191,7 +194,7 @@ class Publisher:
                 heals them.
             errors.PeerLost: the coordinator is gone (other ranks only).
         """
-        self._check_no_pending()
+        self._check_ready()
         request = self._request(version, scope, deadline_s, force, label)
         return self._run(request, None)
 
@@ -209,7 +212,7 @@ class Publisher:
         Every gather of the source ends on the caller's thread, so training may go on at once; the sender of a stage
         holds one copy of its stage. One publish at a time.
         """
-        self._check_no_pending()
+        self._check_ready()
         request = self._request(version, scope, deadline_s, force, label)
         manifest = self._planner.plan(request.scope, self._seq, request.deadline_s)
         staged = self._sender.stage(manifest)
@@ -227,12 +230,18 @@ class Publisher:
         return self._pending
 
     def close(self) -> None:
-        """Close groups and the store. Engines keep serving what they hold."""
+        """Close groups and the store, after a publish in the background. Engines keep serving what they hold."""
+        if self._closed:
+            return
         if self._pending is not None:
-            self._pending._thread.join(self.config.deadline_s)
+            self._pending.wait(self.config.deadline_s)
+        self._closed = True
         self._sender.close()
         if self._hosted is not None:
             self._hosted.close()
+        # A store serves until its last reference goes: a successor could not have its port.
+        self._coordinator = None
+        del self._sender, self._planner, self._store
 
     def __enter__(self) -> Publisher:
         return self
@@ -242,7 +251,9 @@ class Publisher:
 
     # -- one publish -------------------------------------------------------------------------------------------------
 
-    def _check_no_pending(self) -> None:
+    def _check_ready(self) -> None:
+        if self._closed:
+            raise errors.ConfigError("this publisher is closed: build a new one")
         if self._pending is not None and not self._pending.done():
             raise errors.ConfigError("a publish_async is still running: call its handle's result() first")
         self._pending = None
@@ -439,6 +450,18 @@ class Publisher:
         _, value = wait_key(self._store, key, deadline_s, poll_s=0.005)
         obj: dict[str, Any] = json.loads(value)
         return obj
+
+
+def _join(host: str, port: int, deadline_s: float) -> dist.Store:
+    """Connect to rank 0's store; with an address given by hand, rank 0 may start to listen later than we ask."""
+    end = time.monotonic() + deadline_s
+    while True:
+        try:
+            return connect_store(host, port, deadline_s=max(end - time.monotonic(), 0.1))
+        except errors.PeerLost:
+            if time.monotonic() + 0.2 > end:
+                raise
+            time.sleep(0.2)
 
 
 _OURS = (errors.VersionError, errors.ConfigError, errors.ManifestError)
