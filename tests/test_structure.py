@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import json
 import re
@@ -60,6 +61,11 @@ def package_modules():
     return [p for p in tracked("*.py") if p.relative_to(ROOT).parts[0] in PACKAGES]
 
 
+@functools.cache
+def parsed(path):
+    return ast.parse(path.read_text())
+
+
 def imports(path):
     """(imported module, at import time of the module) of every import; TYPE_CHECKING blocks count as lazy."""
     found = []
@@ -79,7 +85,7 @@ def imports(path):
         for child in ast.iter_child_nodes(node):
             visit(child, eager and not lazy)
 
-    visit(ast.parse(path.read_text()), True)
+    visit(parsed(path), True)
     return found
 
 
@@ -226,7 +232,7 @@ def test_errors_are_defined_in_errors_modules_only():
     for path in package_modules():
         if path.name == "errors.py":
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 if node.name in INTERNAL_ERRORS.get(str(path.relative_to(ROOT)), ()):
                     continue
@@ -243,7 +249,7 @@ def test_modules_say_what_they_are_and_stay_short():
         if not text:
             continue
         name, num_lines = path.relative_to(ROOT), text.count("\n")
-        doc = ast.get_docstring(ast.parse(text)) or ""
+        doc = ast.get_docstring(parsed(path)) or ""
         if not doc:
             wrong.append(f"{name} has no docstring")
         if num_lines > TOO_LONG:
