@@ -108,7 +108,7 @@ def _bucket(numbers: Sequence[int], members: Sequence[Piece]) -> GatherBucket:
 
 
 class BucketGather:
-    """Moves buckets to rank 0 of `group`. After `begin`: `start(k + 1)` while bucket k is used, then `finish`, and so on.
+    """Moves buckets to rank 0 of `group`. After `begin`: `start(k + 1)` while bucket k is used, `finish`, and so on.
 
     Every rank of the group makes the same calls. The buffers stay for the next export.
     """

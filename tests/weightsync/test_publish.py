@@ -125,13 +125,27 @@ def test_async_publishes_what_the_weights_were(fleet: list[EngineHandle], run: s
         assert handle.done()
         for e in fleet:
             serves(e, 3)
+        gate = threading.Event()
+        p.engines = [_Gated(fleet[0], gate), *p.engines[1:]]
         again = p.publish_async(4)
         with pytest.raises(errors.ConfigError, match="still running"):
-            while True:
-                p.publish(5)
-                if again.done():  # it was over before we asked: ask again with another one
-                    again = p.publish_async(6, force=True)
-        again.result(60)
+            p.publish(5)
+        with pytest.raises(errors.TransferTimeout, match="still running"):
+            again.result(0.05)
+        gate.set()
+        assert again.result(60).outcome == "committed"
+
+
+class _Gated(HttpControl):
+    """An engine that answers its first status call only when told."""
+
+    def __init__(self, handle: EngineHandle, gate: threading.Event) -> None:
+        super().__init__(handle.url, api_key=handle.api_key, name=handle.name)
+        self.gate = gate
+
+    def status(self, *, deadline_s: float) -> Any:
+        assert self.gate.wait(30)
+        return super().status(deadline_s=deadline_s)
 
 
 class _Without(StateDictSource):
@@ -179,7 +193,7 @@ def test_a_dead_engine_aborts_or_is_dropped_as_configured(fleet: list[EngineHand
         p.publish(1)
         p.engines = [*p.engines, dead]
         source.version = 2
-        with pytest.raises(errors.PreflightError, match="dead.*cannot reach"):
+        with pytest.raises(errors.PreflightError, match=r"dead.*cannot reach"):
             p.publish(2)
         for e in fleet:
             serves(e, 1)

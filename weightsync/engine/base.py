@@ -100,5 +100,5 @@ class EngineControl(Protocol):
         ...
 
     def resume(self, *, deadline_s: float) -> Mapping[str, Any]:
-        """Serve again what was served before `pause`: for a publish that failed before begin. A fenced engine refuses."""
+        """Serve again what was served before `pause`: for a publish that failed before begin. Refused if fenced."""
         ...

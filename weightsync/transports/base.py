@@ -1,8 +1,8 @@
 """The seam between planning and moving: flat byte buckets from one sender to many receivers.
 
 Life of a group, on both sides: `open_*` (a rendezvous over the store, in preflight), then per publish `start`, then one
-`acquire`/`send` (sender) or `receive`/`release` (receiver) per bucket, then `finish`; `close` at the end, `abort` after a
-failure (never blocks, the group cannot be used again). A group outlives a publish: buffers stay warm.
+`acquire`/`send` (sender) or `receive`/`release` (receiver) per bucket, then `finish`; `close` at the end, `abort` after
+a failure (never blocks, the group cannot be used again). A group outlives a publish: buffers stay warm.
 """
 
 from __future__ import annotations
