@@ -23,10 +23,7 @@ class Fork:
     """One forked process running `fn(*args)`; leave the `with` block, and it is gone."""
 
     def __init__(self, fn: Callable[..., Any], *args: Any) -> None:
-        end = time.monotonic() + 5.0  # a joined thread may still be on its way out of the kernel
-        while (threads := len(os.listdir("/proc/self/task"))) > 1 and time.monotonic() < end:
-            time.sleep(0.001)
-        assert threads == 1, "fork from a single-threaded process only"
+        settle()
         read_fd, write_fd = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
@@ -85,6 +82,14 @@ def observe(scenarios: dict[str, Callable[[], Any]]) -> dict[str, tuple[bool, An
         except Exception:  # noqa: BLE001 - the test that asks for it fails with this text
             seen[name] = (False, traceback.format_exc())
     return seen
+
+
+def settle() -> None:
+    """Until this process has one thread: one that was joined may still be on its way out of the kernel."""
+    end = time.monotonic() + 5.0
+    while (threads := len(os.listdir("/proc/self/task"))) > 1 and time.monotonic() < end:
+        time.sleep(0.001)
+    assert threads == 1, "expected a single-threaded process"
 
 
 def holdings() -> dict[str, int]:

@@ -46,7 +46,7 @@ class Endpoint:
         self.end = 0.0
         """When to give up, by `time.monotonic()`; `final` is the caller's deadline."""
         self.final = 0.0
-        self.failure: TransportError | None = None
+        self._failure: tuple[type[TransportError], str, str | None, int] | None = None
         self.closed = False
 
     def _begin(self, sizes: Sequence[int], deadline_s: float, reserve: float) -> None:
@@ -61,14 +61,17 @@ class Endpoint:
         self.end = self.final - reserve * min(RESERVE_S, 0.2 * deadline_s)
 
     def _check_usable(self) -> None:
-        if self.failure is not None:
-            raise type(self.failure)(
-                f"{self.group.name} failed before: {self.failure}",
-                peer=self.failure.peer,
-                bytes_done=self.failure.bytes_done,
-            )
+        if self._failure is not None:
+            kind, message, peer, bytes_done = self._failure
+            raise kind(f"{self.group.name} failed before: {message}", peer=peer, bytes_done=bytes_done)
         if self.closed:
             raise TransportError(f"{self.group.name} is closed; open a new group (new epoch)")
+
+    def _failed(self, kind: type[TransportError], text: str, peer: str | None) -> TransportError:
+        """The error to raise. Remembered in parts: a kept exception would keep frames, and with them views."""
+        message = f"{self.progress}: {text}; the group is closed, publish again in a new epoch"
+        self._failure = (kind, message, peer, self.bytes_done)
+        return kind(message, peer=peer, bytes_done=self.bytes_done)
 
     def left(self) -> float:
         """Seconds until `end`, not below 0."""

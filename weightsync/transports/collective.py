@@ -93,6 +93,9 @@ class _Member(Endpoint):
         with contextlib.suppress(TransportError):  # the store's host may be what died
             self.pg.say(saw, None)
         self.works.clear()
+        if cause is not None:
+            # Its frames hold the failed operation, which holds gloo's sockets and threads.
+            cause.__traceback__ = None
         self._retire()
         try:
             blamed, why = self._inquest(saw)
@@ -109,12 +112,7 @@ class _Member(Endpoint):
         else:
             kind = PeerLost
             text = f"lost {who or 'a connection, though every rank answers'} ({_plain(cause)}){why}"
-        self.failure = kind(
-            f"{self.progress}: {text}; the group is closed, publish again in a new epoch",
-            peer=who or None,
-            bytes_done=self.bytes_done,
-        )
-        return self.failure
+        return self._failed(kind, text, who or None)
 
     def _inquest(self, saw: int | None) -> tuple[list[int], str]:
         """The ranks to blame, and why, if they said so. Raises `TransportError` if the store is gone."""

@@ -144,6 +144,12 @@ class _Member(Endpoint):
     def ring_bytes(self) -> int:
         return self.stride * self.group.num_buffers
 
+    def _given_up(self, end: float) -> str | None:
+        """Why a member gave up on the rendezvous, if one did."""
+        store = self.group.store
+        with translated(store, f"joining {self.group.name}", end):
+            return store.get("failed").decode(errors="replace") if store.check(["failed"]) else None
+
     def _slot(self, number: int, nbytes: int) -> torch.Tensor:
         assert self.ring is not None
         offset = number % self.group.num_buffers * self.stride
@@ -220,13 +226,8 @@ class _Member(Endpoint):
                 raise self._fail(*self._account(rank)) from None
 
     def _fail(self, kind: type[TransportError], text: str, peer: str) -> TransportError:
-        self.failure = kind(
-            f"{self.progress}: {text}; the group is closed, publish again in a new epoch",
-            peer=peer,
-            bytes_done=self.bytes_done,
-        )
         self.hang_up(kind, text, peer)
-        return self.failure
+        return self._failed(kind, text, peer)
 
     def hang_up(self, kind: type[TransportError], text: str, peer: str) -> None:
         """Tell the other side why, as far as it can hear it, and let go of sockets and memory."""
@@ -324,9 +325,7 @@ class _Sender(_Member):
                 stranger.close()
 
     def _check_rendezvous(self, missing: dict[int, str], end: float) -> None:
-        store = self.group.store
-        with translated(store, f"waiting for {', '.join(missing.values())}", end):
-            reason = store.get("failed").decode(errors="replace") if store.check(["failed"]) else None
+        reason = self._given_up(end)
         if reason is not None:
             raise PeerLost(reason)
         if time.monotonic() >= end:
@@ -430,7 +429,8 @@ class _Receiver(_Member):
                 f"{group.name}: rendezvous of the data group: not complete within {group.deadline_s:g} s", peer=sender
             ) from e
         except OSError as e:
-            raise PeerLost(f"{group.name}: {sender} is gone: {e}", peer=sender) from e
+            reason = self._given_up(end)
+            raise PeerLost(reason or f"{group.name}: {sender} is gone: {e}", peer=sender) from e
         link.setblocking(False)
         self.credits = {0: 0}
         if message[:1] == _FAILED:
