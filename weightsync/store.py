@@ -174,10 +174,23 @@ def connect_store(host: str, port: int, deadline_s: float) -> dist.TCPStore:
     """
     end = time.monotonic() + deadline_s
     where = f"coordinator {host}:{port}"
-    # First with a plain socket: its errors are exact, and torch's client would retry a refusal until the deadline.
+    if not _connecting.acquire(timeout=max(deadline_s, 0.0)):
+        raise TransferTimeout(f"{where}: another thread was connecting to its store for {deadline_s:g} s", peer=where)
+    try:
+        # First with a plain socket: its errors are exact, and torch's client would retry a refusal until the deadline.
+        remote = _probe(host, port, where, deadline_s)
+        store = _handshake(remote, where, deadline_s, end)
+    finally:
+        _connecting.release()
+    store.weightsync_address = f"{host}:{port}"
+    return store
+
+
+def _probe(host: str, port: int, where: str, deadline_s: float) -> _sockets.Address:
+    """The numeric address that answers."""
     try:
         with socket.create_connection((host, port), timeout=max(deadline_s, 0.001)) as probe:
-            remote = _sockets.address_of(probe.getpeername())
+            return _sockets.address_of(probe.getpeername())
     except ConnectionRefusedError as e:
         raise PeerLost(
             f"{where} refused the connection: nothing listens there (did the trainer's rank 0 exit, or is "
@@ -193,46 +206,44 @@ def connect_store(host: str, port: int, deadline_s: float) -> dist.TCPStore:
     except OSError as e:
         raise TransportError(f"{where} cannot be reached: {e}; check advertise_host", peer=where) from e
 
+
+def _handshake(remote: _sockets.Address, where: str, deadline_s: float, end: float) -> _ClientStore:
     def to_store(ends: _sockets.Endpoints) -> bool:
         return ends.remote == remote
 
-    if not _connecting.acquire(timeout=max(end - time.monotonic(), 0.0)):
-        raise TransferTimeout(f"{where} did not answer another thread's connect within {deadline_s:g} s", peer=where)
+    before = _sockets.find(to_store)
+    # A stopped host: its kernel accepts, torch's handshake then waits without any timeout. Shut it down.
+    fuse = threading.Timer(
+        max(end - time.monotonic(), 0.001), lambda: _sockets.shut_down(_sockets.find(to_store) - before)
+    )
+    fuse.daemon = True
+    fuse.start()
     try:
-        before = _sockets.find(to_store)
-        # A stopped host: its kernel accepts, torch's handshake then waits without any timeout. Shut it down.
-        fuse = threading.Timer(
-            max(end - time.monotonic(), 0.001), lambda: _sockets.shut_down(_sockets.find(to_store) - before)
+        store = _ClientStore(
+            host_name=remote[0],
+            port=remote[1],
+            is_master=False,
+            timeout=datetime.timedelta(seconds=max(end - time.monotonic(), 0.001)),
+            wait_for_workers=False,
         )
-        fuse.daemon = True
-        fuse.start()
-        try:
-            store = _ClientStore(
-                host_name=host,
-                port=port,
-                is_master=False,
-                timeout=datetime.timedelta(seconds=max(end - time.monotonic(), 0.001)),
-                wait_for_workers=False,
-            )
-        except (dist.DistError, RuntimeError) as e:
-            if time.monotonic() >= end:
-                raise TransferTimeout(
-                    f"{where} accepted the connection but did not answer within {deadline_s:g} s: is that process "
-                    "stopped, or is it no store?",
-                    peer=where,
-                ) from e
-            raise PeerLost(f"{where} closed the connection: {_first_line(e)}", peer=where) from e
-        finally:
-            fuse.cancel()
-            fuse.join()
-        for ends in _sockets.find(to_store) - before:
-            sock = _sockets.take(ends)
-            if sock is not None:
-                _sockets.set_reply_timeout(sock, REPLY_TIMEOUT_S)
-                store.weightsync_socket = sock
+    except (dist.DistError, RuntimeError) as e:
+        if time.monotonic() >= end:
+            raise TransferTimeout(
+                f"{where} accepted the connection but did not answer within {deadline_s:g} s: is that process "
+                "stopped, or is it no store?",
+                peer=where,
+            ) from e
+        raise PeerLost(f"{where} closed the connection: {_first_line(e)}", peer=where) from e
     finally:
-        _connecting.release()
-    store.weightsync_address = f"{host}:{port}"
+        fuse.cancel()
+        fuse.join()
+    for ends in _sockets.find(to_store) - before:
+        sock = _sockets.take(ends)
+        if sock is not None and store.weightsync_socket is None:
+            store.weightsync_socket = sock
+            _sockets.set_reply_timeout(sock, REPLY_TIMEOUT_S)
+        elif sock is not None:  # of other code that connects to the same port at this moment
+            sock.close()
     return store
 
 
