@@ -213,10 +213,10 @@ def test_errors_have_one_root_and_are_drawn_at_the_top(package):
     assert len(roots) == 1, f"{package} has the error roots {roots}"
     assert sorted(module.__all__) == sorted(classes)
 
-    # A drawn line is `    ├── Name (Builtin)   text`: the column of the name gives its depth.
+    # A drawn line is `    ├── Name (Builtin)   text`, perhaps in columns; where the name stands gives its depth.
     drawn, path = {}, {}
     for line in module.__doc__.splitlines():
-        if match := re.match(r"^ {4}([│├└─ ]*)(\w+)(?: \((\w+)\))?(?= {2}|$)", line):
+        if match := re.match(r"^ {4}((?:[│ ] {3})*[├└]── |)(\w+)(?: +\((\w+)\))?(?=  | [a-z]|$)", line):
             depth = len(match[1]) // 4
             path[depth] = match[2]
             drawn[match[2]] = {n for n in (path.get(depth - 1, "Exception"), match[3]) if n}
