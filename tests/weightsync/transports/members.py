@@ -44,6 +44,8 @@ class Scenario:
     publishes: int = 2
     deadline_s: float = 30.0
     open_s: float = 30.0
+    tensors: str = "cpu"
+    """Device of what is packed and loaded; the buckets are where the transport has them."""
     victim: int | None = None
     fate: str = ""
     """kill, stop, abort, slow, late, never, elsewhere, poor, stranger, orphan (the store's host is killed), doomed (the
@@ -145,7 +147,7 @@ def _publish(scenario, publish, fate, endpoint, group, progress, host_pid, repor
             report["buffers"].add(buffer.data_ptr())
             behind = publish * len(scenario.sizes) + bucket - min(progress[1 : group.size])
             report["lead"] = max(report["lead"], behind)
-            buffer[:nbytes].copy_(_pattern(nbytes, publish, bucket))
+            buffer[:nbytes].copy_(_pattern(nbytes, publish, bucket).to(scenario.tensors))
             del buffer
             endpoint.send(nbytes)
         else:
@@ -154,7 +156,8 @@ def _publish(scenario, publish, fate, endpoint, group, progress, host_pid, repor
             view = endpoint.receive()
             report["buffers"].add(view.data_ptr())
             assert view.numel() == nbytes
-            assert torch.equal(view.cpu(), _pattern(nbytes, publish, bucket)), f"wrong bytes in {publish}, {bucket}"
+            loaded = torch.empty(nbytes, dtype=torch.uint8, device=scenario.tensors).copy_(view)
+            assert torch.equal(loaded.cpu(), _pattern(nbytes, publish, bucket)), f"wrong bytes in {publish}, {bucket}"
             del view
             progress[group.rank] += 1
             endpoint.release()

@@ -174,6 +174,15 @@ def test_without_the_store_members_still_end_by_the_deadline(reports):
         assert report["left"] == {}
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("transport", ["gloo", "shm"])
+def test_cuda_tensors_are_copied_into_and_out_of_host_buckets(transport):
+    reports = run(transport, {"cuda": Scenario(tensors="cuda")})("cuda")
+    for rank, report in reports.items():
+        assert report["error"] is None, f"{peer(rank)}: {report['error']}"
+    assert {r["bytes"] for r in reports.values()} == {2 * sum(ODD_SIZES)}
+
+
 def test_shared_memory_refuses_another_host(shm_reports):
     seen = shm_reports("other host")
     assert seen[1]["error"][0] == "UnsupportedError"
