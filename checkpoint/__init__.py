@@ -1,7 +1,31 @@
-"""Node-local, asynchronous Megatron distributed checkpoints. Planned: today it holds the root of its errors only."""
+"""Node-local, asynchronous Megatron distributed checkpoints in which no collective waits on storage.
+
+    Checkpointer(root, rank=, world_size=)    .save(step, state), .poll(), .load(...), .close()
+    SaveConfig, Retention                     deadlines, failure policy, what stays on disk
+    State, Shard                              what is saved, where it is no Megatron state dict
+    checkpoint.format                         the files: readers and writers without Megatron
+    checkpoint.megatron                       states out of Megatron-Core and back, without collectives
+
+Importing this needs torch alone; saving needs the package `xxhash` (extra `checkpoint`).
+"""
 
 from __future__ import annotations
 
+from checkpoint.checkpointer import Checkpointer, SaveEvent, SaveHandle
+from checkpoint.config import SaveConfig
 from checkpoint.errors import CheckpointError
+from checkpoint.plan import Shard, State
+from checkpoint.retention import Retention
+from checkpoint.store import HostedStore
 
-__all__ = ["CheckpointError"]
+__all__ = [
+    "CheckpointError",
+    "Checkpointer",
+    "HostedStore",
+    "Retention",
+    "SaveConfig",
+    "SaveEvent",
+    "SaveHandle",
+    "Shard",
+    "State",
+]

@@ -107,10 +107,14 @@ class TorchDistReader:
 
     def common(self) -> dict[str, Any]:
         """The state that is the same on every rank (`common.pt`); classes that are not plain data as `Foreign`."""
-        value = load_object(self._whole("common.pt", "it holds arguments and counters"), f"{self.path}/common.pt")
+        value = load_object(self.read_common_record(), f"{self.path}/common.pt")
         if not isinstance(value, dict):
             raise FormatError(f"{self.path}/common.pt holds {type(value).__name__}, expected a dict")
         return value
+
+    def read_common_record(self) -> bytes:
+        """`common.pt` as torch.save wrote it, for whoever trusts the file enough to unpickle it."""
+        return self._whole("common.pt", "it holds arguments and counters")
 
     def content_metadata(self) -> Any:
         """What the saver said about the content (optimizer format and the like), or None."""

@@ -1,0 +1,183 @@
+"""The store through which ranks vote: a TCPStore on a socket of its own, never waited on for ever.
+
+The trainer of rank 0 hosts it (`HostedStore`); every writer process, and every trainer that has to report the death of
+its writer, talks to it through `Store`. Torch's client blocks without any limit when the host is stopped, whatever
+timeout it was given, so each `Store` keeps its client on a daemon thread of its own: when an answer does not come in
+time, the caller raises `StoreLost` and the thread is left behind. A plain TCPStore listens on every address; this
+one gets a socket that already listens on one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from checkpoint.errors import ConfigError, StoreLost
+
+__all__ = ["HostedStore", "Store"]
+
+REPLY_TIMEOUT_S = 10.0
+_WILDCARDS = ("", "0.0.0.0", "::")  # noqa: S104 - recognised in order to refuse them
+
+
+class HostedStore:
+    """Serves the store from this process. `address` is what the other ranks need.
+
+    Args:
+        bind_host: the only address that is listened on.
+        advertise_host: what others connect to, where that is another name for it.
+
+    Raises:
+        ConfigError: a wildcard without `advertise_host`.
+    """
+
+    def __init__(self, bind_host: str = "127.0.0.1", advertise_host: str | None = None) -> None:
+        if bind_host in _WILDCARDS and advertise_host is None:
+            raise ConfigError(f"bind_host {bind_host!r} means every address: say advertise_host as well")
+        listener = socket.create_server((bind_host, 0), backlog=1024)
+        port = listener.getsockname()[1]
+        self.address = f"{advertise_host or bind_host}:{port}"
+        self._store: dist.TCPStore | None = dist.TCPStore(
+            bind_host or "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=datetime.timedelta(seconds=REPLY_TIMEOUT_S),
+            master_listen_fd=listener.detach(),
+        )
+
+    def close(self) -> None:
+        self._store = None
+
+
+class Store:
+    """A client. Every method returns or raises StoreLost within `reply_timeout_s`; safe for several threads.
+
+    Args:
+        address: "host:port" of a `HostedStore`.
+        prefix: put before every key.
+
+    Raises:
+        StoreLost: nobody answers there.
+    """
+
+    def __init__(self, address: str, prefix: str = "", reply_timeout_s: float = REPLY_TIMEOUT_S) -> None:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit():
+            raise ConfigError(f"store address {address!r}: expected host:port")
+        self.address, self._prefix, self._timeout = address, prefix, reply_timeout_s
+        self._lost: str | None = None
+        self._requests: queue.SimpleQueue[tuple[Callable[[dist.TCPStore], Any], queue.SimpleQueue[Any]] | None] = (
+            queue.SimpleQueue()
+        )
+        threading.Thread(target=self._serve, args=(host, int(port)), name="checkpoint-store", daemon=True).start()
+        self._call("connecting", lambda _: None)
+
+    def _serve(self, host: str, port: int) -> None:
+        client: dist.TCPStore | None = None
+        failure: BaseException | None = None
+        try:
+            # A plain socket first: torch's client would repeat a refusal until its timeout.
+            socket.create_connection((host, port), timeout=self._timeout).close()
+            timeout = datetime.timedelta(seconds=self._timeout)
+            client = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        except (OSError, RuntimeError) as e:
+            failure = e
+        while (request := self._requests.get()) is not None:
+            work, reply = request
+            if failure is None:
+                assert client is not None
+                try:
+                    reply.put((True, work(client)))
+                    continue
+                except (OSError, RuntimeError) as e:
+                    failure = e
+            reply.put((False, failure))
+
+    def _call(self, doing: str, work: Callable[[dist.TCPStore], Any]) -> Any:
+        if self._lost is not None:
+            raise StoreLost(self._lost)
+        reply: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._requests.put((work, reply))
+        try:
+            ok, value = reply.get(timeout=self._timeout)
+        except queue.Empty:
+            self._lost = (
+                f"the coordinator's store at {self.address} did not answer within {self._timeout:g} s while {doing}: "
+                "the trainer of rank 0 is stopped or unreachable"
+            )
+            raise StoreLost(self._lost) from None
+        if not ok:
+            first_line = str(value).split("\n", 1)[0]
+            self._lost = (
+                f"the coordinator's store at {self.address} is gone while {doing} ({first_line}): the trainer of "
+                "rank 0 exited or closed its Checkpointer"
+            )
+            raise StoreLost(self._lost) from value
+        return value
+
+    def set(self, key: str, value: Any) -> None:
+        """Set `key` to a JSON value."""
+        text = json.dumps(value, separators=(",", ":"))
+        self._call(f"setting {key}", lambda client: client.set(self._prefix + key, text))
+
+    def get(self, key: str) -> Any:
+        """The value of `key`, or None if it has none."""
+
+        def work(client: dist.TCPStore) -> Any:
+            full = self._prefix + key
+            return json.loads(client.get(full)) if client.check([full]) else None
+
+        return self._call(f"reading {key}", work)
+
+    def has(self, key: str) -> bool:
+        """Whether `key` has a value."""
+        return bool(self._call(f"looking for {key}", lambda client: client.check([self._prefix + key])))
+
+    def forget(self, keys: Sequence[str]) -> None:
+        """Remove keys, so that seals of old attempts do not pile up in the host's memory."""
+
+        def work(client: dist.TCPStore) -> None:
+            for key in keys:
+                client.delete_key(self._prefix + key)
+
+        self._call(f"removing {len(keys)} keys", work)
+
+    def get_all(self, keys: Sequence[str]) -> list[Any]:
+        """The values of several keys, all of which exist."""
+        full = [self._prefix + key for key in keys]
+        values = self._call(f"reading {len(keys)} keys", lambda client: client.multi_get(full))
+        return [json.loads(value) for value in values]
+
+    def count(self, key: str, more: int = 0) -> int:
+        """Add to a counter and return it."""
+        return int(self._call(f"counting {key}", lambda client: client.add(self._prefix + key, more)))
+
+    def decide(self, key: str, value: Any) -> Any:
+        """Set `key` unless it has a value; returns the value that it has now, the same for everybody who asks."""
+        text = json.dumps(value, separators=(",", ":"))
+        return json.loads(
+            self._call(f"deciding {key}", lambda client: client.compare_set(self._prefix + key, "", text))
+        )
+
+    def wait(self, key: str, end: float, poll_s: float = 0.02) -> Any:
+        """The value of `key` once it has one, or None at `end` (monotonic seconds)."""
+        pause = 0.001
+        while True:
+            value = self.get(key)
+            if value is not None or time.monotonic() >= end:
+                return value
+            time.sleep(min(pause, max(end - time.monotonic(), 0)))
+            pause = min(2 * pause, poll_s)
+
+    def close(self) -> None:
+        """End the thread, if it still listens."""
+        self._requests.put(None)

@@ -1,0 +1,245 @@
+"""Ranks with real Megatron-Core 0.16.1 models and optimizers on gloo, for tests/checkpoint/test_megatron.py."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import os
+import shutil
+import traceback
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from checkpoint import Checkpointer, SaveConfig
+from checkpoint.format import TorchDistReader
+from checkpoint.layout import committed_path
+from checkpoint.megatron import load_sharded, optimizer_state
+
+TINY = {
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 64,
+    "vocab_size": 96,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+
+
+class CountCollectives(TorchDispatchMode):
+    """Counts the c10d operators of this process: every collective of a process group is one."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.calls[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@dataclasses.dataclass
+class Trainer:
+    chunks: list
+    optimizer: object
+
+    @property
+    def module(self):
+        return self.chunks[0].module
+
+
+def make(tp=1, pp=1, distributed=False, steps=2, seed=0):
+    from weightsync.bench.megatron import build_model, make_optimizer, train_step
+
+    # No two saves at the same values: the seed differs for what is to be overwritten by a load.
+    chunks = build_model(
+        TINY, tp=tp, pp=pp, dtype=torch.bfloat16, ddp={"use_distributed_optimizer": distributed}, seed=seed
+    )
+    trainer = Trainer(chunks, make_optimizer(chunks))
+    for step in range(steps):
+        train_step(trainer.chunks, trainer.optimizer, step=step)
+    return trainer
+
+
+def state_dict(trainer, *, fmt=None, loading=False, ours=False, rng=True):
+    from megatron.core import parallel_state as ps
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject
+
+    metadata = {"dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True)}
+    if fmt:
+        metadata["distrib_optim_sharding_type"] = fmt
+        if loading:
+            for part in getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer]):
+                part._init_optimizer_states_with_dummy_values()
+    model = trainer.module.sharded_state_dict(metadata=metadata)
+    if ours:
+        optimizer = optimizer_state(trainer.optimizer, model, metadata=metadata)
+    else:
+        optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "iteration": 5,
+        "args": {"a": 1},
+        "local": LocalNonpersistentObject(dist.get_rank()),
+    }
+    if rng:
+        shape = (ps.get_pipeline_model_parallel_world_size(), ps.get_tensor_model_parallel_world_size())
+        offset = (ps.get_pipeline_model_parallel_rank(), ps.get_tensor_model_parallel_rank())
+        value = [{"torch": torch.get_rng_state(), "rank": dist.get_rank()}]
+        state["rng"] = ShardedObject("rng_state", value, shape, offset, replica_id=ps.get_data_parallel_rank())
+    return state
+
+
+def read_all(path):
+    with TorchDistReader(path) as folder:
+        folder.index.check()
+        return {key: folder.read(key) for key in folder.index.tensors}, sorted(folder.index.objects)
+
+
+def mismatches(trainer, gold, **how):
+    """Shards of this trainer's state that differ from the global tensors `gold`; and how many were compared."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+    state = state_dict(trainer, **how)
+    apply_factories(state)
+    bad, count = [], 0
+    for part in nested_values(state):
+        if isinstance(part, ShardedTensor) and part.key in gold:
+            shape = (1,) * part.prepend_axis_num + tuple(part.local_shape)
+            box = tuple(slice(o, o + n) for o, n in zip(part.global_offset, shape, strict=True))
+            count += 1
+            if not torch.equal(gold[part.key][box].reshape(part.data.shape), part.data):
+                bad.append(part.key)
+    return bad, count
+
+
+def losses(trainer, num_steps, first):
+    from weightsync.bench.megatron import train_step
+
+    found = [train_step(trainer.chunks, trainer.optimizer, step=first + i) for i in range(num_steps)]
+    return [loss for loss in found if loss is not None]
+
+
+def stock_save(trainer, path, **how):
+    from megatron.core import dist_checkpointing as dc
+    from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+
+    if dist.get_rank() == 0:
+        shutil.rmtree(path, ignore_errors=True)
+        os.makedirs(path)
+    dist.barrier()
+    dc.save(state_dict(trainer, **how), str(path), get_default_save_sharded_strategy("torch_dist", 1))
+    dist.barrier()
+
+
+def reload(path, *, ours, same, fmt=None, **layout):
+    """A fresh trainer with other weights, loaded from `path` by stock Megatron-Core or by `load_sharded`."""
+    from megatron.core import dist_checkpointing as dc
+    from megatron.core.dist_checkpointing.validation import StrictHandling
+
+    trainer = make(**layout, steps=0, seed=77)
+    state = state_dict(trainer, fmt=fmt, loading=True, rng=same)
+    if ours:
+        with CountCollectives() as count, TorchDistReader(path) as folder:
+            loaded = load_sharded(state, folder)
+        assert not count.calls, count.calls
+    elif same:
+        loaded = dc.load(state, str(path), strict=StrictHandling.RAISE_ALL)
+    else:
+        loaded = dc.load(state, str(path))
+    trainer.module.load_state_dict(loaded["model"])
+    trainer.optimizer.load_state_dict(loaded["optimizer"])
+    assert loaded["local"] == dist.get_rank()
+    assert loaded["iteration"] == 5
+    return trainer
+
+
+@contextlib.contextmanager
+def megatron():
+    from weightsync.bench.megatron import cpu_runtime
+
+    warnings.simplefilter("ignore")
+    with cpu_runtime():
+        yield
+
+
+def cases(rank, world_size, root, names):
+    """Runs the named cases one after the other: {name: what it found}."""
+    results = {}
+    with megatron(), Checkpointer(root, rank=rank, world_size=world_size, config=SaveConfig(deadline_s=40)) as c:
+        for step, name in enumerate(names, 1):
+            try:
+                results[name] = save_and_load(c, step, Path(root), **CASES[name])
+            except Exception:
+                # Without this the other ranks wait in a collective until the deadline and hide the reason.
+                traceback.print_exc()
+                os._exit(1)
+    return results
+
+
+T2, P2 = {"tp": 2}, {"pp": 2}
+CASES = {
+    "tp2 plain": {"layout": T2, "loads": [(T2, True), ({}, False)]},
+    "pp2 plain": {"layout": P2, "loads": [(P2, True), (T2, False)]},
+    "dp2 gathered": {"layout": {}, "fmt": "fully_reshardable", "ours": False, "loads": [({}, True)]},
+    "dp2 distributed": {"layout": {}, "fmt": "fully_reshardable", "loads": [({}, True), (T2, False), (P2, False)]},
+    "tp2 dp_reshardable": {"layout": T2, "fmt": "dp_reshardable", "ours": False, "loads": [(T2, True)]},
+    "tp2pp2 plain": {"layout": {**T2, **P2}, "loads": [({**T2, **P2}, True), ({}, False), ({"pp": 4}, False)]},
+    "tp2dp2 distributed": {
+        "layout": T2,
+        "fmt": "fully_reshardable",
+        "loads": [(T2, True), ({}, False), ({**T2, **P2}, False)],
+    },
+}
+
+
+def save_and_load(checkpointer, step, root, *, layout, loads, fmt=None, ours=True):
+    distributed = fmt is not None
+    trainer = make(**layout, distributed=distributed)
+    stock = root / "stock"
+    stock_save(trainer, stock, fmt=fmt)
+    with CountCollectives() as building:
+        state = state_dict(trainer, fmt=fmt, ours=ours)
+    with CountCollectives() as saving:
+        handle = checkpointer.save(step, state)
+        checkpointer.wait()
+    dist.barrier()
+    path = committed_path(root, step)
+    found = {
+        "state": handle.state,
+        "error": handle.error,
+        "differs": handle.result.get("common_differs"),
+        "collectives": dict(saving.calls),
+    }
+    if ours:
+        found["collectives of the optimizer"] = dict(building.calls)
+    if handle.state != "committed":
+        return found
+    gold, objects = read_all(stock)
+    mine, my_objects = read_all(path)
+    found["same keys"] = gold.keys() == mine.keys() and objects == my_objects
+    # dp_reshardable pads with uninitialised memory: those bytes are no state.
+    found["different"] = [] if fmt == "dp_reshardable" else [k for k in gold if not torch.equal(gold[k], mine.get(k))]
+    found["num tensors"] = len(gold)
+    after = losses(trainer, 2, first=10)
+    found["loads"] = []
+    for target, same in loads:
+        for by_us in (False, True):
+            again = reload(path, ours=by_us, same=same, fmt=fmt, distributed=distributed, **target)
+            bad, count = ([], 1) if fmt == "dp_reshardable" else mismatches(again, gold, fmt=fmt)
+            entry = {"target": target, "by us": by_us, "bad": bad, "count": count}
+            if same:
+                entry["losses equal"] = losses(again, 2, first=10) == after
+            found["loads"].append(entry)
+    dist.barrier()
+    return found

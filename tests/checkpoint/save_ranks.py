@@ -1,0 +1,190 @@
+"""What the ranks of tests/checkpoint/test_save.py run: many saves in one group, because starting one takes seconds."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import resource
+import time
+from pathlib import Path
+
+from checkpoint import process
+from checkpoint.checkpointer import Checkpointer
+from checkpoint.config import SaveConfig
+from checkpoint.errors import SaveError, StoreLost
+from checkpoint.retention import Retention
+from checkpoint.store import Store
+from tests.checkpoint import faulty_writer
+from tests.checkpoint.support import state
+
+
+class Meeting:
+    """Lets the ranks of a test start each case together."""
+
+    def __init__(self, address, world_size):
+        self.store, self.world_size, self.count = Store(address, "meeting/"), world_size, 0
+
+    def __call__(self, deadline_s=30.0):
+        self.count += 1
+        self.store.count(str(self.count), 1)
+        end = time.monotonic() + deadline_s
+        while self.store.count(str(self.count)) < self.world_size:
+            assert time.monotonic() < end, f"a rank did not come to meeting {self.count}"
+            time.sleep(0.005)
+
+
+def listing(root):
+    return sorted(os.listdir(root))
+
+
+def outcome(checkpointer, handle, began):
+    return {
+        "state": handle.state,
+        "error": handle.error,
+        "blocked_s": handle.blocked_s,
+        "took_s": time.monotonic() - began,
+        "result": handle.result,
+        "listing": listing(checkpointer.root),
+    }
+
+
+def faults(rank, world_size, address, root, cases, options):
+    """One save per case: [name, faulty rank or None, fault, seconds rank 1 is late, config changes]."""
+    process.PROGRAM = faulty_writer.PROGRAM
+    os.environ["CHECKPOINT_TEST_FAULTS"] = str(Path(root).parent)
+    meet = Meeting(address, world_size)
+    results = {}
+    config = SaveConfig(**options)
+    events = []
+    with Checkpointer(
+        root, rank=rank, world_size=world_size, store=address, config=config, on_event=events.append
+    ) as c:
+        for step, (name, faulty, fault) in enumerate(cases, 1):
+            if faulty == rank:
+                (Path(root).parent / f"fault.{rank}.json").write_text(json.dumps(fault))
+            meet()
+            began = time.monotonic()
+            handle = c.save(step, state(rank, world_size, step))
+            polls = [time.monotonic()]
+            while not handle.done and time.monotonic() - began < 60:
+                c.poll()
+                polls.append(time.monotonic())
+                time.sleep(0.005)
+            results[name] = outcome(c, handle, began)
+            results[name]["longest_poll_s"] = max(b - a for a, b in itertools.pairwise(polls)) - 0.005
+            c.wait()
+            meet()
+            results[name]["listing"] = listing(root)
+        results["last"] = {}
+    results["events"] = [(e.kind, e.step) for e in events]
+    return results
+
+
+def late_rank(rank, world_size, address, root):
+    """Rank 1 calls save after the others' deadline; then all save again."""
+    meet = Meeting(address, world_size)
+    config = SaveConfig(deadline_s=1.0, grace_s=1.0, stall_s=5)
+    with Checkpointer(root, rank=rank, world_size=world_size, store=address, config=config) as c:
+        meet()
+        if rank == 1:
+            time.sleep(2.5)
+        began = time.monotonic()
+        late = c.save(1, state(rank, world_size, 1))
+        c.wait()
+        first = outcome(c, late, began)
+        meet()
+        second = c.save(2, state(rank, world_size, 2))
+        c.wait()
+        return first, outcome(c, second, began)
+
+
+def mismatch(rank, world_size, address, root):
+    """States that do not fit together: another shape on rank 1, a part that nobody saves, a part saved twice."""
+    meet = Meeting(address, world_size)
+    results = []
+    config = SaveConfig(deadline_s=20, max_consecutive_failures=9)
+    with Checkpointer(root, rank=rank, world_size=world_size, store=address, config=config) as c:
+        for step, states in enumerate(
+            (
+                (state(0, 2), state(1, 2, num_rows=32)),
+                (state(0, 2), state(1, 2, keys=("weight",))),
+                (state(0, 2), state(0, 2, keys=("weight", "exp_avg"))),
+            ),
+            1,
+        ):
+            meet()
+            handle = c.save(step, states[rank])
+            c.wait()
+            results.append((handle.state, handle.error))
+        meet()
+        handle = c.save(9, state(rank, 2, 9))
+        c.wait()
+        results.append((handle.state, handle.error))
+    return results
+
+
+def retention(rank, world_size, address, root, num_saves):
+    """Many saves; returns the largest number of folders seen, and what is left, with descriptors and memory."""
+    config = SaveConfig(deadline_s=20, retention=Retention(keep_last=2, keep_every=10))
+    most, usage = 0, []
+    with Checkpointer(root, rank=rank, world_size=world_size, store=address, config=config) as c:
+        for step in range(1, num_saves + 1):
+            handle = c.save(step, state(rank, world_size, step))
+            while not handle.done:
+                most = max(most, len([n for n in listing(root) if n.startswith((".saving", "iter_"))]))
+                time.sleep(0.002)
+            assert handle.state == "committed", handle.error
+            writer = f"/proc/{c.writer_pid}"
+            usage.append(
+                (
+                    len(os.listdir("/proc/self/fd")),
+                    len(os.listdir(f"{writer}/fd")),
+                    len(os.listdir(f"{writer}/task")),
+                    int(Path(f"{writer}/statm").read_text().split()[1]) * resource.getpagesize(),
+                )
+            )
+    return most, listing(root), usage
+
+
+def streaming(rank, world_size, address, root):
+    """A state four times as large as the staging memory."""
+    keys = [f"t{i}" for i in range(16)]
+    one = 64 * 256 * 4
+    config = SaveConfig(deadline_s=20, staging_bytes=4 * one, on_failure="raise")
+    with Checkpointer(root, rank=rank, world_size=world_size, store=address, config=config) as c:
+        handle = c.save(1, state(rank, world_size, 1, keys=keys))
+        c.wait()
+        return handle.state, handle.error, c._staging.nbytes, handle.nbytes
+
+
+def lost_store(rank, world_size, address, root, ready):
+    """The store ends while a save waits for its verdict; the parent ends it when `ready` files are there."""
+    process.PROGRAM = faulty_writer.PROGRAM
+    os.environ["CHECKPOINT_TEST_FAULTS"] = str(Path(root).parent)
+    if rank == 1:
+        (Path(root).parent / "fault.1.json").write_text(json.dumps({"phase": "write", "do": 3}))
+    config = SaveConfig(deadline_s=8, grace_s=2, stall_s=20)
+    c = Checkpointer(root, rank=rank, world_size=world_size, store=address, config=config)
+    began = time.monotonic()
+    handle = c.save(1, state(rank, world_size, 1))
+    Path(ready, str(rank)).touch()
+    c.wait()
+    result = outcome(c, handle, began)
+    try:
+        c.close()
+    except (SaveError, StoreLost) as e:
+        result["close"] = str(e)
+    result["closed_s"] = time.monotonic() - began
+    return result
+
+
+def node_local(rank, world_size, address, roots):
+    """Each rank has a root that the other does not see."""
+    config = SaveConfig(deadline_s=20)
+    with Checkpointer(roots[rank], rank=rank, world_size=world_size, store=address, config=config) as c:
+        began = time.monotonic()
+        assert c.node == rank
+        handle = c.save(1, state(rank, world_size, 1))
+        c.wait()
+        return outcome(c, handle, began)

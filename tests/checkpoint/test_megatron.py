@@ -1,0 +1,65 @@
+"""Real Megatron-Core: what we commit equals what stock saves, loads in stock and in ours, in the same and other layouts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpoint.megatron import boxes
+from tests.checkpoint import megatron_ranks
+from tests.support import spawn_ranks
+
+
+@given(data=st.data(), shape=st.lists(st.integers(1, 5), max_size=4))
+def test_boxes_cover_a_flat_range_once_and_in_order(data, shape):
+    size = math.prod(shape)
+    start = data.draw(st.integers(0, size))
+    end = data.draw(st.integers(start, size))
+    flat = torch.arange(size).view(shape)
+    found = []
+    parts = boxes(shape, start, end)
+    for offset, extent, first in parts:
+        box = flat[tuple(slice(o, o + n) for o, n in zip(offset, extent, strict=True))]
+        found += box.reshape(-1).tolist()
+        assert box.reshape(-1)[0] == first
+    assert found == list(range(start, end))
+    assert len(parts) <= max(2 * len(shape) - 1, 1)
+
+
+def check(results, names):
+    for rank, name in itertools.product(range(len(results)), names):
+        found = results[rank][name]
+        where = f"rank {rank}, {name}: {found}"
+        assert found["state"] == "committed", where
+        assert found["collectives"] == {}, where
+        assert found.get("collectives of the optimizer", {}) == {}, where
+        assert found["same keys"], where
+        assert found["different"] == [], where
+        assert found["num tensors"] > 10, where
+        for load in found["loads"]:
+            assert load["bad"] == [], where
+            assert load["count"] > 0, where
+            assert load.get("losses equal", True), where
+
+
+@pytest.mark.multiproc
+@pytest.mark.slow
+def test_two_ranks_save_without_a_collective_what_stock_saves_and_stock_loads_it_in_every_layout(tmp_path):
+    pytest.importorskip("megatron.core", reason="needs Megatron-Core")
+    names = ["tp2 plain", "pp2 plain", "dp2 gathered", "dp2 distributed", "tp2 dp_reshardable"]
+    results = spawn_ranks(megatron_ranks.cases, 2, args=(str(tmp_path), names), gloo=True, deadline_s=110)
+    check(results, names)
+
+
+@pytest.mark.multiproc
+@pytest.mark.slow
+def test_four_ranks_save_without_a_collective_what_stock_saves_and_stock_loads_it_in_every_layout(tmp_path):
+    pytest.importorskip("megatron.core", reason="needs Megatron-Core")
+    names = ["tp2pp2 plain", "tp2dp2 distributed"]
+    results = spawn_ranks(megatron_ranks.cases, 4, args=(str(tmp_path), names), gloo=True, deadline_s=110)
+    check(results, names)
