@@ -77,7 +77,12 @@ def clean_environment():
 @pytest.fixture(autouse=True)
 def no_leftovers(clean_environment):
     before = _holdings()
-    yield
+
+    def hand_over(pids):
+        """Processes that a fixture of a wider scope ends: restarted by the test, held by the fixture."""
+        before["process"] |= {psutil.Process(pid) for pid in pids}
+
+    yield hand_over
     end = time.monotonic() + GRACE_S
     collected = False
     while (left := _left(before, _holdings())) and time.monotonic() < end:

@@ -100,14 +100,18 @@ class AckBoard:
             m.acks[phase] = {}
         bad: dict[str, list[tuple[int, Ack]]] = {}
         dead: dict[str, str] = {}
-        limit = time.monotonic() + deadline_s
         started = time.monotonic()
+        # Ranks use the same deadline and then say what they were waiting for: listen a little longer than they do.
+        limit = started + deadline_s + GRACE_S / 2
         while missing and (now := time.monotonic()) < limit:
             progress = False
             for (name, rank), (m, key) in list(missing.items()):
-                if not self._store.check([key]):
+                if self._store.check([key]):
+                    ack = Ack.from_json(self._store.get(key).decode())
+                elif (failed := _failed_ack(m, rank)) is not None:
+                    ack = failed
+                else:
                     continue
-                ack = Ack.from_json(self._store.get(key).decode())
                 del missing[name, rank]
                 m.acks[phase][rank] = ack
                 progress = True
@@ -168,6 +172,19 @@ class AckBoard:
             error = f"trainer stage {stage}: did not finish ({phase}) within {deadline_s:g} s: dead, stopped or stuck"
             said[stage] = {"ok": False, "stage": stage, "error": error, "timeline": {}, "peak_extra_bytes": None}
         return [said[s] for s in sorted(said)]
+
+
+def _failed_ack(m: Member, rank: int) -> Ack | None:
+    """What a rank that cannot reach the store says of its failure: its own words in the reply of the control call.
+
+    Only failures are believed from there; a success is one only in the store, where the rank wrote it itself.
+    """
+    if m.reply is None or not m.reply.done() or m.reply.exception() is not None:
+        return None
+    for obj in m.reply.result().get("acks", ()):
+        if obj.get("rank") == rank and not obj.get("ok"):
+            return Ack.from_json(json.dumps(obj))
+    return None
 
 
 def _blame(

@@ -28,7 +28,7 @@ from weightsync.acks import GRACE_S, AckBoard, Member, StepFailed, start_call
 from weightsync.engine.routing import check_union
 from weightsync.manifest import Manifest
 from weightsync.protocol import PROTOCOL_VERSION, Keys, PublishCall, TrainerKeys
-from weightsync.report import EngineOutcome, EngineReport, Outcome, PublishReport
+from weightsync.report import EngineOutcome, EngineReport, Measurements, Outcome, PublishReport
 from weightsync.store import decide
 
 if TYPE_CHECKING:
@@ -276,30 +276,17 @@ class Coordinator:
         """The report of a finished publish; `failed` names the engines to blame, `senders` what each stage measured."""
         failed = failed or {}
         manifest = self._manifest
-        phases: dict[str, float] = {}
-        phase_bytes: dict[str, int] = {}
-        peaks: dict[str, int] = {}
-        events: list[dict[str, Any]] = []
-
-        def add(process: str, timeline: Mapping[str, Any], peak: int | None) -> None:
-            for phase, s in timeline.get("seconds", {}).items():
-                phases[phase] = max(phases.get(phase, 0.0), s)
-            for phase, n in timeline.get("nbytes", {}).items():
-                phase_bytes[phase] = max(phase_bytes.get(phase, 0), n)
-            events.extend({"process": process, **e} for e in timeline.get("events") or ())
-            if peak is not None:
-                peaks[process] = peak
-
+        measured = Measurements()
         for s in senders:
-            add(f"trainer stage {s['stage']}", s["timeline"], s["peak_extra_bytes"])
+            measured.add(f"trainer stage {s['stage']}", s["timeline"], s["peak_extra_bytes"])
         if own is not None:
-            add("coordinator", own, None)
+            measured.add("coordinator", own, None)
         engine_reports = []
         for m in self._members:
             acks = m.acks.get("committed") or m.acks.get("prepared") or {}
             prepared = m.acks.get("prepared") or {}
             for rank, ack in sorted(acks.items()):
-                add(f"{m.name} rank {rank}", ack.timeline, ack.peak_extra_bytes)
+                measured.add(f"{m.name} rank {rank}", ack.timeline, ack.peak_extra_bytes)
             engine_reports.append(
                 EngineReport(
                     name=m.name,
@@ -333,10 +320,10 @@ class Coordinator:
             payload_bytes=manifest.payload_bytes if manifest else 0,
             wire_bytes=manifest.wire_bytes if manifest else 0,
             engines=tuple(engine_reports),
-            phases=phases,
-            phase_bytes=phase_bytes,
-            peak_extra_bytes=peaks,
-            events=tuple(events),
+            phases=measured.phases,
+            phase_bytes=measured.phase_bytes,
+            peak_extra_bytes=measured.peaks,
+            events=tuple(measured.events),
         )
 
     def _outcome(self, m: Member, outcome: Outcome, failed: Mapping[str, str]) -> EngineOutcome:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from weightsync.timeline import PHASES
 
-__all__ = ["EngineReport", "PublishReport"]
+__all__ = ["EngineReport", "Measurements", "PublishReport"]
 
 Outcome = Literal["committed", "noop", "refused", "aborted"]
 EngineOutcome = Literal["committed", "noop", "untouched", "fenced", "dropped", "lost"]
@@ -99,3 +99,23 @@ class PublishReport:
         }
         out |= {f"seconds_{p}": self.phases[p] for p in PHASES if p in self.phases}
         return {prefix + k: v for k, v in out.items()}
+
+
+class Measurements:
+    """Timelines and memory of many processes, merged as `PublishReport` shows them."""
+
+    def __init__(self) -> None:
+        self.phases: dict[str, float] = {}
+        self.phase_bytes: dict[str, int] = {}
+        self.peaks: dict[str, int] = {}
+        self.events: list[dict[str, Any]] = []
+
+    def add(self, process: str, timeline: Mapping[str, Any], peak_extra_bytes: int | None) -> None:
+        """`timeline` as `Timeline.to_json` gives it; of each phase the slowest process counts."""
+        for phase, s in timeline.get("seconds", {}).items():
+            self.phases[phase] = max(self.phases.get(phase, 0.0), s)
+        for phase, n in timeline.get("nbytes", {}).items():
+            self.phase_bytes[phase] = max(self.phase_bytes.get(phase, 0), n)
+        self.events.extend({"process": process, **e} for e in timeline.get("events") or ())
+        if peak_extra_bytes is not None:
+            self.peaks[process] = peak_extra_bytes

@@ -25,7 +25,7 @@ from weightsync.timeline import Timeline
 
 MODEL = "tiny"
 PROMPT = [3, 4, 5]
-DEADLINE_S = 6.0
+DEADLINE_S = 4.0
 """Of each phase, in fault tests: what a stopped process may cost."""
 
 
@@ -69,11 +69,11 @@ def expected_tokens(version: int, n: int = 6) -> list[int]:
 
 
 def engine(name: str, tp: int = 1) -> EngineHandle:
-    return launch(EngineConfig(model=MODEL, tp=tp, draft="mtp", name=name, seed=99, tp_timeout_s=DEADLINE_S))
+    return launch(EngineConfig(model=MODEL, tp=tp, draft="mtp", name=name, seed=99, tp_timeout_s=30))
 
 
 def publisher(source: Weights, engines: list[EngineHandle], **config: object) -> Publisher:
-    values: dict[str, object] = {"deadline_s": DEADLINE_S, "control_s": 3.0, "heartbeat_s": 4.0, "run_id": "test"}
+    values: dict[str, object] = {"deadline_s": DEADLINE_S, "control_s": 20.0, "heartbeat_s": 3.0, "run_id": "test"}
     return Publisher(source, [e.control() for e in engines], PublishConfig(**values | config))  # type: ignore[arg-type]
 
 

@@ -79,6 +79,7 @@ class Leader:
         self._committed: tuple[tuple[str, int, int], _Reply] | None = None
         self._doing: tuple[str, float] | None = None
         self._stopping = False
+        self._lease_end: float | None = None
 
     # -- the main thread -----------------------------------------------------------------------------------------------
 
@@ -86,6 +87,7 @@ class Leader:
         """Serve until stopped. Called on the main thread, which owns the model."""
         while not self._stopping:
             job = self._next_job()
+            self._expire_lease()
             if job is not None and not job.future.done():
                 try:
                     self._perform(job)
@@ -129,10 +131,19 @@ class Leader:
         return self._broken is None and self.rank.scheduler.has_work and self.fenced is None
 
     def _next_job(self) -> _Job | None:
+        timeout = None if self._lease_end is None else max(0.0, self._lease_end - time.monotonic())
         try:
-            return self._jobs.get(block=not self._can_step)
+            return self._jobs.get(block=not self._can_step, timeout=timeout)
         except queue.Empty:
             return None
+
+    def _expire_lease(self) -> None:
+        """Serve again if whoever paused for a publish never began it: a trainer that died must not silence us."""
+        if self._lease_end is None or time.monotonic() < self._lease_end:
+            return
+        self._lease_end = None
+        if self._broken is None and self.fenced is None:
+            self._everyone({"op": "resume"})
 
     def _perform(self, job: _Job) -> None:
         op = job.op
@@ -153,8 +164,12 @@ class Leader:
         if op["op"] == "commit":
             _settle(job.future, self._commit(op["key"]))
             return
+        if op["op"] in ("pause", "receive", "resume"):
+            self._lease_end = None
         replies = self._everyone(op)
         self._deliver()
+        if op["op"] == "pause" and op["lease_s"] is not None:
+            self._lease_end = time.monotonic() + op["lease_s"]
         if op["op"] in ("preflight", "receive"):
             self._fences = {r["rank"]: r["fenced"] for r in replies}
         if op["op"] == "receive":
@@ -328,7 +343,10 @@ class Leader:
         mode = str(body.get("mode"))
         if mode not in PAUSE_MODES:
             raise ConfigError(f"pause mode is {mode!r}; expected one of {', '.join(PAUSE_MODES)}")
-        reply = self._command({"op": "pause", "mode": mode}, body)["replies"][0]
+        lease_s = body.get("lease_s")
+        if lease_s is not None and not (isinstance(lease_s, int | float) and lease_s > 0):
+            raise ConfigError(f"pause: lease_s is {lease_s!r}; expected seconds > 0, or none to pause until resume")
+        reply = self._command({"op": "pause", "mode": mode, "lease_s": lease_s}, body)["replies"][0]
         return {"mode": mode, "kept": reply["kept"], "aborted": reply["aborted"]}
 
     def _http_status(self, body: _Reply) -> _Reply:

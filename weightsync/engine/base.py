@@ -88,7 +88,11 @@ class EngineControl(Protocol):
         ...
 
     def pause(self, mode: str, *, deadline_s: float) -> Mapping[str, Any]:
-        """Stop serving: `abort`, `wait` or `keep` the running requests; replies with the ids of those kept."""
+        """Stop serving: `abort`, `wait` or `keep` the running requests; replies with the ids of those kept.
+
+        A pause for a publish is a lease of a few deadlines: an engine that is not told to receive by then serves again,
+        since a trainer that died in between will never resume it.
+        """
         ...
 
     def receive(self, call: PublishCall, *, deadline_s: float) -> Mapping[str, Any]:

@@ -67,7 +67,8 @@ class HttpControl:
         return self.call("preflight", call.to_json(), deadline_s=deadline_s)
 
     def pause(self, mode: str, *, deadline_s: float) -> Mapping[str, Any]:
-        return self.call("pause", {"mode": mode}, deadline_s=deadline_s)
+        # Other engines may take as long to pause; then receive follows at once.
+        return self.call("pause", {"mode": mode, "lease_s": 2 * deadline_s + 5}, deadline_s=deadline_s)
 
     def receive(self, call: PublishCall, *, deadline_s: float) -> Mapping[str, Any]:
         return self.call("receive", call.to_json(), deadline_s=deadline_s)
