@@ -1,7 +1,7 @@
 """Publish one weight version of an RL trainer to every inference engine: target and drafts from one receive.
 
-Trainer side: a source, `Publisher(source, engines, PublishConfig(...)).publish(version)`. Engine side: a `Receiver` over
-`ModuleRunner`s. Importing this needs torch and nothing of any engine or trainer.
+Trainer side: a source, `Publisher(source, engines, PublishConfig(...)).publish(version)`. Engine side: a `Receiver`
+over `ModuleRunner`s. Importing this needs torch and nothing of any engine or trainer.
 """
 
 from __future__ import annotations

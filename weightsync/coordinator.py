@@ -13,12 +13,11 @@ rank did is believed only from its own acknowledgement in the store.
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from packaging.version import Version
@@ -29,6 +28,7 @@ from weightsync.engine.routing import check_union
 from weightsync.manifest import Manifest
 from weightsync.protocol import PROTOCOL_VERSION, Keys, PublishCall, TrainerKeys
 from weightsync.report import EngineOutcome, EngineReport, Measurements, Outcome, PublishReport
+from weightsync.request import Request, Scope
 from weightsync.store import decide
 
 if TYPE_CHECKING:
@@ -36,31 +36,7 @@ if TYPE_CHECKING:
     from weightsync.publisher import PublishConfig
     from weightsync.store import HostedStore
 
-__all__ = ["Coordinator", "Request"]
-
-Scope = Literal["target", "draft", "both"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """What the user asked for; equal on every trainer rank."""
-
-    version: int
-    label: str | None
-    scope: Scope
-    force: bool
-    deadline_s: float
-
-
-def roles_in_scope(scope: Scope, roles: frozenset[str]) -> frozenset[str]:
-    """The published roles that a scope covers: `target` itself, every other role is a draft's."""
-    match scope:
-        case "target":
-            return roles & {"target"}
-        case "draft":
-            return roles - {"target"}
-        case _:
-            return roles
+__all__ = ["Coordinator"]
 
 
 class Coordinator:
@@ -495,10 +471,3 @@ class Coordinator:
         except (errors.WeightSyncError, concurrent.futures.TimeoutError) as e:
             text = str(e) or f"engine {m.name}: {what}: no answer within {deadline_s:g} s"
             raise StepFailed(text, culprits={m.name: text}) from e
-
-
-def scope_of(text: str) -> Scope:
-    """Checks a scope given by a user. Raises `ConfigError`."""
-    if text not in ("target", "draft", "both"):
-        raise errors.ConfigError(f"scope is {text!r}; expected 'target', 'draft' or 'both'")
-    return cast("Scope", text)

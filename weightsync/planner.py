@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from weightsync import errors
-from weightsync.coordinator import Scope, roles_in_scope
 from weightsync.manifest import Manifest, TensorSpec
 from weightsync.plan import DtypePolicy, build_manifest, scoped
 from weightsync.protocol import TrainerKeys
+from weightsync.request import Scope, roles_in_scope
 from weightsync.store import translated, wait_all
 
 if TYPE_CHECKING:

@@ -20,12 +20,13 @@ import torch.distributed as dist
 from weightsync import errors
 from weightsync.acks import StepFailed
 from weightsync.config import PublishConfig
-from weightsync.coordinator import Coordinator, Request, scope_of
+from weightsync.coordinator import Coordinator
 from weightsync.manifest import Manifest
 from weightsync.plan import DtypePolicy
 from weightsync.planner import Planner
 from weightsync.protocol import Keys, TrainerKeys
 from weightsync.report import PublishReport
+from weightsync.request import Request, scope_of
 from weightsync.sender import Staged, StageSender
 from weightsync.store import HostedStore, connect_store, host_store, wait_key
 from weightsync.timeline import Timeline
