@@ -55,7 +55,7 @@ _SLACK_S = 1.0
 """How much later than its deadline a call may end: the least time an answer is given, so that a loaded host that
 answers the last question of a wait a little late does not lose the connection."""
 
-_WILDCARDS = ("", "0.0.0.0", "::")  # noqa: S104 - recognised in order to refuse them
+WILDCARDS = ("", "0.0.0.0", "::")  # noqa: S104 - recognised in order to refuse them
 
 _connecting = threading.Lock()
 """One connect at a time, so that the socket that appears meanwhile is ours."""
@@ -132,7 +132,7 @@ def host_store(
         ConfigError: a wildcard without `advertise_host`, or a bad range.
         TransportError: no port of the range is free, or the address is not of this host.
     """
-    if advertise_host is None and bind_host in _WILDCARDS:
+    if advertise_host is None and bind_host in WILDCARDS:
         raise ConfigError(f"bind_host {bind_host!r} means every address: say with advertise_host which one others use")
     if port_range is not None and not 0 < port_range[0] <= port_range[1] < 65536:
         raise ConfigError(f"port_range must be (first, last) within 1..65535, got {port_range}")

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from weightsync import _sockets
 from weightsync.errors import ConfigError, TransferTimeout, TransportError, UnsupportedError
-from weightsync.store import decide, get_json, put_json, translated, wait_all
+from weightsync.store import WILDCARDS, decide, put_json, translated, wait_all
 from weightsync.transports._endpoint import peer_name
 from weightsync.transports.base import GroupInfo, TransportCaps
 
@@ -76,6 +76,7 @@ def open_group(backend: str, group: GroupInfo) -> DataGroup:
     try:
         made.join(time.monotonic() + group.deadline_s)
     except Exception as e:
+        # Whatever it is, the others must hear of it: they wait for this member.
         made.retire()
         reason = f"{peer_name(group, group.rank)} gave up on {group.name}: {str(e).splitlines()[0]}"
         with contextlib.suppress(TransportError):  # the coordinator may be what failed
@@ -111,10 +112,10 @@ class DataGroup:
         put_json(store, f"{what}/{group.rank}", fact)
         keys = {f"{what}/{rank}": peer_name(group, rank) for rank in range(group.size)}
         try:
-            wait_all(store, keys, max(end - time.monotonic(), 0.001), abort_keys=["failed"])
+            values = wait_all(store, keys, max(end - time.monotonic(), 0.001), abort_keys=["failed"])
         except TransferTimeout as e:
             raise TransferTimeout(f"{group.name}: rendezvous of the data group: {e}", peer=e.peer) from e
-        return {rank: get_json(store, f"{what}/{rank}", 1.0) for rank in range(group.size)}
+        return {rank: json.loads(values[f"{what}/{rank}"]) for rank in range(group.size)}
 
     def _announce(self) -> Any:
         return None
@@ -142,9 +143,11 @@ class DataGroup:
         probe = torch.zeros(1, dtype=torch.uint8, device=self.group.device)
 
         def first_use() -> None:
-            self.broadcast(probe, max(end - time.monotonic(), 0.001)).wait()
+            if not self.wait(self.broadcast(probe, max(end - time.monotonic(), 0.001)), end):
+                raise TransferTimeout(what)
 
-        _in_thread(first_use, max(end - time.monotonic(), 0.001), f"{self.group.name}: {self.backend} did not connect")
+        what = f"{self.group.name}: {self.backend} did not connect its members within {self.group.deadline_s:g} s"
+        _in_thread(first_use, max(end - time.monotonic(), 0.001), what)
         return None
 
     # Transfer.
@@ -227,6 +230,11 @@ class _Gloo(DataGroup):
         self._owner: dict[_sockets.Address, int] = {}
 
     def _announce(self) -> _sockets.Address:
+        if self.group.bind_host in WILDCARDS:
+            raise ConfigError(
+                f"{self.group.name}: gloo tells the other members where it listens, so bind_host must be one address "
+                f"of this host that they can reach, got {self.group.bind_host!r}"
+            )
         with _one_device:
             for _ in range(5):
                 before = _sockets.find(lambda ends: ends.listening)
@@ -330,6 +338,6 @@ def _in_thread(work: Callable[[], None], left_s: float, what: str) -> None:
     thread.start()
     thread.join(left_s)
     if thread.is_alive():
-        raise TransferTimeout(f"{what} within {left_s:.1f} s")
+        raise TransferTimeout(what)
     if failure:
         raise failure[0]

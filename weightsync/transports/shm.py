@@ -188,8 +188,8 @@ class _Member(Endpoint):
                 message = self.links[rank].recv(_MAX_MESSAGE)
             except BlockingIOError:
                 return
-            except OSError:  # reset: it died with messages of ours unread
-                message = b""
+            except ConnectionResetError:  # it left messages of ours unread; what it said before is still to come
+                continue
             if not message or message[:1] == _FAILED:
                 self.gone[rank] = json.loads(message[1:]) if message else None
                 return

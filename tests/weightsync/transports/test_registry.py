@@ -91,6 +91,13 @@ def test_a_device_that_buckets_cannot_be_on_is_refused(name):
         get_transport(name).open_sender(group(device=torch.device("meta")))
 
 
+def test_gloo_wants_one_address_that_others_can_reach():
+    with pytest.raises(ConfigError, match="bind_host must be one address"):
+        get_transport("gloo").open_sender(group(bind_host="0.0.0.0"))
+    with pytest.raises(TransportError, match="gloo cannot connect"):
+        get_transport("gloo").open_sender(group(bind_host="192.0.2.1"))
+
+
 @pytest.mark.parametrize("name", ["gloo", "shm"])
 def test_a_sender_without_receivers_names_them_at_the_deadline(name):
     with pytest.raises(TransferTimeout, match=r"no word from engine 0 rank 0 within") as e:
