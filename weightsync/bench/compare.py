@@ -13,6 +13,8 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from weightsync.bench import limit, peers
 from weightsync.bench.children import Child, ask_all
 from weightsync.bench.lanes import LaneConfig, Tokens
@@ -61,6 +63,8 @@ class LaneGroup:
         deadline_s: float = 120.0,
     ) -> None:
         self._deadline_s = deadline_s
+        # Bytes are checked by filling them with one value, which no copy of bools would keep.
+        specs = [dataclasses.replace(s, dtype=torch.uint8) if s.dtype == torch.bool else s for s in specs]
         nbytes = sum(s.nbytes for s in specs)
         draft = any(s.role != TARGET for s in specs)
         self._limit_names = limit.names(shared=shared, nbytes=nbytes)

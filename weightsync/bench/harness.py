@@ -176,7 +176,12 @@ class Session:
         """Share of the draft's tokens that the target accepts, over all engines; None without a draft."""
         if self.config.draft == "none":
             return None
+        pids = {name: pid for name, pid in self.processes().items() if name in self._baseline}
+        before = {name: holdings(pid).rss_bytes for name, pid in pids.items()}
         replies = [e.generate(PROMPTS, max_tokens=NEW_TOKENS, deadline_s=self.config.deadline_s) for e in self.engines]
+        for name, pid in pids.items():
+            # What decoding keeps (caches, the allocator's arenas) is no publish's.
+            self._baseline[name] += holdings(pid).rss_bytes - before[name]
         return sum(int(r["accepted"]) for r in replies) / sum(int(r["proposed"]) for r in replies)
 
 
