@@ -113,6 +113,11 @@ class Loading:
 
     def finish(self) -> None:
         """Every routed tensor was loaded, every write made as often as expected, and no parameter has moved."""
+        self.check_complete()
+        self.check_in_place()
+
+    def check_complete(self) -> None:
+        """Every routed tensor was loaded or verified."""
         missing = [
             f"{describe(self._tensors[a.tensor])} into {self._routes.runners[a.runner]}"
             for actions in self._routes.actions.values()
@@ -124,11 +129,10 @@ class Loading:
                 f"{len(missing)} routed tensors were not loaded, the first is {missing[0]}: its bytes did not all "
                 "arrive; publish again"
             )
-        self.check_in_place()
 
     def check_in_place(self) -> None:
         """No parameter or buffer has other memory than when it was routed."""
-        moved = self._routes.places.moved(self._runners)
+        moved = self._routes.moved(self._runners)
         if moved:
             j, name = moved[0]
             raise RoutingError(

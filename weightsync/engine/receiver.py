@@ -227,6 +227,16 @@ class Receiver:
             return f"{type(e).__name__}: {e}"
         return None
 
+    # -- how this engine loads: overridden where modules are not loaded in place -------------------------------------
+
+    def build_routes(self, manifest: Manifest, scope: str) -> Routes:
+        """The routing table of this rank. Raises `RoutingError`."""
+        return build_routes(manifest, self.runners, scope=scope, device=self.device)
+
+    def start_loading(self, routes: Routes, timeline: Timeline) -> Loading:
+        """What loads one publish by `routes`."""
+        return Loading(routes, self.runners, timeline)
+
     # -- preflight ---------------------------------------------------------------------------------------------------
 
     def _preflight(self, attempt: _Attempt) -> Ack:
@@ -297,8 +307,8 @@ class Receiver:
     def _route(self, manifest: Manifest, scope: str) -> Routes:
         key = (manifest.digest, scope)
         routes = self._routes.pop(key, None)
-        if routes is None or routes.places.moved(self.runners):
-            routes = build_routes(manifest, self.runners, scope=scope, device=self.device)
+        if routes is None or routes.moved(self.runners):
+            routes = self.build_routes(manifest, scope)
         self._routes[key] = routes
         while len(self._routes) > MAX_ROUTES:
             del self._routes[next(iter(self._routes))]
@@ -340,7 +350,7 @@ class Receiver:
         self._ready = None
         timeline = Timeline(trace=call.trace)
         with PeakMemory() as memory:
-            loading = Loading(ready.routes, self.runners, timeline)
+            loading = self.start_loading(ready.routes, timeline)
             try:
                 self._stream(attempt, ready, loading, timeline)
             finally:

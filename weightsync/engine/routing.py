@@ -88,6 +88,10 @@ class Routes:
     assembly_bytes: int
     """Extra memory for tensors larger than a bucket that a loader needs whole."""
 
+    def moved(self, runners: Sequence[Runner]) -> list[tuple[int, str]]:
+        """(runner number, name) of what has other memory than when the table was built: it is no longer good."""
+        return self.places.moved(runners)
+
     def taken(self) -> dict[str, tuple[int, ...]]:
         """Runner -> the tensors that are loaded into it, or verified against it."""
         taken: dict[str, list[int]] = {self.runners[j]: [] for j in self.in_scope}

