@@ -33,17 +33,21 @@ ADAPTERS = {
     "megatron": (
         "checkpoint/megatron/",
         "converters/live/",
+        "training_hooks/megatron/",
         "weightsync/bench/megatron/",
         "weightsync/sources/megatron.py",
     ),
     "ray": (),
-    "sglang": (),
+    "sglang": ("weightsync/engines/sglang/",),
     "tensorstore": ("checkpoint/legacy_zarr.py",),
     "transformers": (),
-    "vllm": (),
+    "vllm": ("weightsync/engines/vllm/",),
 }
 # Adapters that are all about one package and are themselves imported lazily: there it may stand at the top.
-EAGER = {"megatron": ("weightsync/bench/megatron/",)}
+EAGER = {
+    "megatron": ("weightsync/bench/megatron/",),
+    "vllm": tuple(f"weightsync/engines/vllm/{name}.py" for name in ("engine", "reload", "shadow")),
+}
 
 # Exceptions that users need not tell apart: caught in their package, or a kind of what `errors.py` has.
 INTERNAL_ERRORS = {"weightsync/acks.py": {"StepFailed"}, "weightsync/embedded/links.py": {"RankLost"}}

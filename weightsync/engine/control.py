@@ -14,7 +14,7 @@ from weightsync import errors
 from weightsync.engine.http import PREFIX
 from weightsync.protocol import PublishCall
 
-__all__ = ["HttpControl"]
+__all__ = ["HttpControl", "raised"]
 
 _RAISED_AS_IS: dict[str, type[errors.WeightSyncError]] = {
     kind.__name__: kind
@@ -117,7 +117,8 @@ class HttpControl:
             ) from e
         if response.status == 200 and isinstance(reply, dict):
             return reply
-        raise self._error(name, response.status, reply)
+        error = reply.get("error", {}) if isinstance(reply, dict) else {}
+        raise raised(self.name, name, error, f"HTTP {response.status}")
 
     def _connect(self, deadline_s: float) -> http.client.HTTPConnection:
         assert self._parts.hostname is not None
@@ -128,17 +129,18 @@ class HttpControl:
             )
         return http.client.HTTPConnection(self._parts.hostname, self._parts.port, timeout=deadline_s)
 
-    def _error(self, name: str, status: int, reply: Any) -> errors.WeightSyncError:
-        error = reply.get("error", {}) if isinstance(reply, dict) else {}
-        kind, message = error.get("type"), error.get("message", f"HTTP {status}")
-        text = f"engine {self.name}, {name}: {message}"
-        if kind in _RAISED_AS_IS:
-            return _RAISED_AS_IS[kind](text)
-        cls = errors.EngineFenced if kind == "EngineFenced" else errors.EngineError
-        return cls(
-            text if cls is errors.EngineFenced else f"engine {self.name}, {name}: {kind}: {message}",
-            engine=self.name,
-            rank=error.get("rank"),
-            phase=error.get("phase") or name,
-            remote=error.get("remote"),
-        )
+
+def raised(engine: str, phase: str, error: Mapping[str, Any], default: str = "failed") -> errors.WeightSyncError:
+    """The exception that an engine described (`weightsync.engine.http.error_body`), to be raised by its client."""
+    kind, message = error.get("type"), error.get("message", default)
+    text = f"engine {engine}, {phase}: {message}"
+    if kind in _RAISED_AS_IS:
+        return _RAISED_AS_IS[kind](text)
+    cls = errors.EngineFenced if kind == "EngineFenced" else errors.EngineError
+    return cls(
+        text if cls is errors.EngineFenced else f"engine {engine}, {phase}: {kind}: {message}",
+        engine=engine,
+        rank=error.get("rank"),
+        phase=error.get("phase") or phase,
+        remote=error.get("remote"),
+    )

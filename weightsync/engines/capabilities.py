@@ -27,7 +27,7 @@ from weightsync.errors import ConfigError, UnsupportedError
 
 __all__ = ["ENGINES", "OPT_IN", "Probe", "Row", "derive", "find_row", "main", "rows_of"]
 
-ENGINES = ("vllm",)
+ENGINES = ("sglang", "vllm")
 OPT_IN = "WEIGHTSYNC_ALLOW_UNTESTED_ENGINE"
 """Environment variable of the engine's processes: `1` lets closed rows be used for later versions."""
 
