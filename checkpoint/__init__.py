@@ -11,7 +11,7 @@ Importing this needs torch alone; saving needs the package `xxhash` (extra `chec
 
 from __future__ import annotations
 
-from checkpoint.checkpointer import Checkpointer, SaveEvent, SaveHandle
+from checkpoint.checkpointer import Checkpointer, LoadResult, SaveEvent, SaveHandle
 from checkpoint.config import SaveConfig
 from checkpoint.errors import CheckpointError
 from checkpoint.plan import Shard, State
@@ -22,6 +22,7 @@ __all__ = [
     "CheckpointError",
     "Checkpointer",
     "HostedStore",
+    "LoadResult",
     "Retention",
     "SaveConfig",
     "SaveEvent",

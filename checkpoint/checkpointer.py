@@ -8,6 +8,8 @@
 `save` copies the state into shared memory and returns. A thread of this process watches the writer: by its exit code,
 by the words it leaves in shared memory, never by waiting for it. A writer that dies or stalls is named to the other
 ranks and replaced. Every rank calls `save` in the same order.
+
+long: one object with one lock, shared by two threads; apart, its halves would be harder to follow.
 """
 
 from __future__ import annotations
@@ -20,15 +22,17 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from checkpoint.config import SaveConfig
+from checkpoint.drain import DrainProcess
 from checkpoint.errors import CheckpointError, ConfigError, SaveError, StoreLost, WriterLost
 from checkpoint.layout import LeftOver, clean_up, committed_path
+from checkpoint.load import LoadGroup, candidates, load_best
 from checkpoint.plan import Plan, State, digest_common, make_plan
 from checkpoint.process import WriterProcess
 from checkpoint.staging import (
@@ -44,17 +48,22 @@ from checkpoint.staging import (
 from checkpoint.store import HostedStore, Store
 from checkpoint.vote import Culprit, decide_abort, describe, read_verdict, report_failure
 
-__all__ = ["Checkpointer", "SaveEvent", "SaveHandle"]
+__all__ = ["Checkpointer", "LoadResult", "SaveEvent", "SaveHandle"]
 
 log = logging.getLogger("checkpoint")
 
 WATCH_EVERY_S = 0.02
+DRAIN_AGAIN_S = 10.0
 TERMINAL = ("committed", "failed")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SaveEvent:
-    """A save reached a state. `kind`: "staged", "sealed" (this rank's data is on its disk), "committed" or "failed"."""
+    """A save reached a state.
+
+    `kind`: "staged", "sealed" (this rank's data is on its disk), "committed" or "failed"; on the lowest rank of each
+    node also "drained" (its files are in durable storage).
+    """
 
     kind: str
     step: int
@@ -79,6 +88,8 @@ class SaveHandle:
     """What the writer measured, by name; `common_differs`: rank -> paths of common state that differ from rank 0's."""
     path: Path | None = None
     """Where it is, once committed."""
+    drained: bool = False
+    """Whether this node's files are in durable storage, too (on the lowest rank of each node)."""
 
     @property
     def done(self) -> bool:
@@ -88,6 +99,16 @@ class SaveHandle:
     def error(self) -> str:
         """Why it failed, in words; names ranks, hosts, phases, bytes."""
         return describe(self.culprits)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LoadResult:
+    """What `Checkpointer.load` loaded; `passed_over` says of every better candidate why it was not taken."""
+
+    step: int
+    tier: str
+    state: dict[str, Any]
+    passed_over: tuple[str, ...]
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -142,11 +163,15 @@ class Checkpointer:
         self._staging: Staging | None = None
         self._client: Store | None = None
         self._saves = 0
+        self._loads = 0
         self._failures_in_a_row = 0
         self._views: tuple[Any, list[torch.Tensor]] = (None, [])
         self._events: collections.deque[SaveEvent] = collections.deque()
         self._changed = threading.Condition()
         self._active: _Active | None = None
+        self._undrained: collections.deque[SaveHandle] = collections.deque()
+        self._drain: DrainProcess | None = None
+        self._drain_after = 0.0
         self._closing = False
         self._places: dict[str, Any] = {"nodes": None, "hosts": None}
         self._writer: WriterProcess | None = self._spawn()
@@ -304,6 +329,8 @@ class Checkpointer:
             common=active.common,
             retention={"keep_last": config.retention.keep_last, "keep_every": config.retention.keep_every},
             keep_aborted=config.keep_aborted,
+            # Only the one that is being read: durable storage that is down must not fill the local disk.
+            protect=[self._drain.step] if self._drain is not None else [],
         )
         writer.plan = plan.structure
 
@@ -348,6 +375,62 @@ class Checkpointer:
                     # Of the source's shape, not of the box: a view that is not contiguous is copied in one pass.
                     views[index] = flat.view(source.dtype).view(source.shape if source.dim() else ())
         return views
+
+    # Loading
+
+    def load(
+        self,
+        sharded_state_dict: dict[str, Any],
+        *,
+        step: int | None = None,
+        peers: Sequence[str | Path] = (),
+        durable: Sequence[str | Path] = (),
+        allow_unused: Callable[[str], bool] = lambda _: False,
+        trusted: bool = False,
+        deadline_s: float = 1800.0,
+    ) -> LoadResult:
+        """Load the newest whole checkpoint into a Megatron `sharded_state_dict`; every rank calls it.
+
+        Args:
+            step: only this one; None: the newest that is whole on all ranks.
+            peers: roots of other nodes that can be read from here, where nodes have disks of their own.
+            durable: further roots, tried after the local one for each step (mounted storage; `drain` fills them).
+            allow_unused: says of a key in the checkpoint that no rank has to ask for it (weights only:
+                `lambda key: key.startswith("optimizer.")`).
+            trusted: unpickle objects for real instead of refusing those that are not plain data.
+            deadline_s: for all ranks together.
+
+        Raises:
+            LoadError: none could be loaded, with the reason of each; or a rank was silent, which is named.
+        """
+        from checkpoint.megatron import load_sharded, requested_keys
+
+        found = [c for c in candidates(self.root, peers, durable) if step is None or c.step == step]
+        self._loads += 1
+        group = LoadGroup(
+            store=Store(self._address, self._run_id + "/"),
+            rank=self.rank,
+            world_size=self.world_size,
+            hosts={int(k): v for k, v in self._places["hosts"].items()},
+            end=time.monotonic() + deadline_s,
+        )
+        mates = [
+            int(r) for r, node in sorted(self._places["nodes"].items(), key=lambda p: int(p[0])) if node == self.node
+        ]
+        share = (mates.index(self.rank), len(mates))
+        try:
+            chosen, state, reasons = load_best(
+                group,
+                found,
+                f"load/{self._loads}",
+                share,
+                lambda folder: load_sharded(sharded_state_dict, folder, trusted=trusted),
+                lambda: requested_keys(sharded_state_dict),
+                allow_unused,
+            )
+        finally:
+            group.store.close()
+        return LoadResult(step=chosen.step, tier=chosen.tier, state=state, passed_over=tuple(reasons))
 
     def poll(self) -> list[SaveEvent]:
         """What happened since the last call; runs the callback. Never waits.
@@ -401,6 +484,7 @@ class Checkpointer:
                 self._closing = True
                 self._changed.notify_all()
             self._thread.join(10)
+            self._stop_draining()
             if self._writer is not None:
                 self._writer.close(5)
                 self._writer = None
@@ -435,6 +519,7 @@ class Checkpointer:
 
     def _watch(self) -> None:
         while not self._closing:
+            self._drain_some()
             writer = self._writer
             if writer is None:
                 self._replace()
@@ -533,8 +618,52 @@ class Checkpointer:
             active.handle.culprits = culprits
             active.handle.state = state
             self._events.append(SaveEvent(kind=state, step=active.handle.step, handle=active.handle))
+            if state == "committed" and self.config.durable_url is not None and self.node == self.rank:
+                self._undrained.append(active.handle)
             self._active = None
             self._changed.notify_all()
+
+    def _drain_some(self) -> None:
+        """Start the next drain, or look at the running one."""
+        if self._drain is None:
+            while self._undrained and not committed_path(self.root, self._undrained[0].step).exists():
+                log.warning("step %d was pruned before it was drained", self._undrained[0].step)
+                with self._changed:
+                    self._undrained.popleft()
+                    self._changed.notify_all()
+            if self._undrained and self.config.durable_url is not None and time.monotonic() >= self._drain_after:
+                url, limit = self.config.durable_url, self.config.durable_bytes_per_s
+                self._drain = DrainProcess(self.root, self._undrained[0].step, url, bytes_per_s=limit)
+            return
+        outcome = self._drain.poll()
+        if outcome is None:
+            return
+        self._drain = None
+        handle = self._undrained[0]
+        if isinstance(outcome, str):
+            # It stays first in line: the next drain goes on where this one ended.
+            self._drain_after = time.monotonic() + DRAIN_AGAIN_S
+            log.warning("%s; trying again in %g s", outcome, DRAIN_AGAIN_S)
+            return
+        handle.drained = True
+        with self._changed:
+            self._undrained.popleft()
+            self._events.append(SaveEvent(kind="drained", step=handle.step, handle=handle))
+            self._changed.notify_all()
+
+    def wait_drained(self, deadline_s: float) -> bool:
+        """Wait until everything committed by this rank's node is durable; False at the deadline."""
+        with self._changed:
+            done = self._changed.wait_for(lambda: not self._undrained, deadline_s)
+        self.poll()
+        return done
+
+    def _stop_draining(self) -> None:
+        if self._drain is not None:
+            self._drain.stop()
+            self._drain = None
+        if self._undrained:
+            log.warning("not drained to %s: steps %s", self.config.durable_url, [h.step for h in self._undrained])
 
     def _give_up(self, active: _Active, writer: WriterProcess, reason: str) -> None:
         """Name the writer's end to everybody, learn the verdict, and start another writer that carries it out."""

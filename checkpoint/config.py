@@ -33,6 +33,10 @@ class SaveConfig:
     max_consecutive_failures: int = 3
     """After so many failed saves in a row `poll` raises, whatever `on_failure` says."""
     retention: Retention = dataclasses.field(default_factory=Retention)
+    durable_url: str | None = None
+    """Committed steps are copied there in the background, by the lowest rank of each node (see `checkpoint.drain`)."""
+    durable_bytes_per_s: float | None = None
+    """Upper bound of the rate of copying."""
     keep_aborted: bool = False
     """Leave the files of aborted attempts on disk."""
 
@@ -45,5 +49,7 @@ class SaveConfig:
                 raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)!r}")
         if self.staging_bytes is not None and self.staging_bytes < 1:
             raise ConfigError(f"staging_bytes must be positive or None, got {self.staging_bytes!r}")
+        if self.durable_bytes_per_s is not None and not self.durable_bytes_per_s > 0:
+            raise ConfigError(f"durable_bytes_per_s must be positive or None, got {self.durable_bytes_per_s!r}")
         if self.on_failure not in ("warn", "retry", "raise"):
             raise ConfigError(f"on_failure must be 'warn', 'retry' or 'raise', got {self.on_failure!r}")

@@ -8,6 +8,8 @@ at any time: until the verdict nothing is promised, after it a successor finishe
 
 Commands come as descriptors of JSON in memory, so that no command ever waits for this process; events go back as lines
 of JSON. When the trainer dies, the save in flight is still brought to its end.
+
+long: one program, whose steps are read from top to bottom.
 """
 
 from __future__ import annotations
@@ -74,6 +76,7 @@ class _Job:
     common: dict[str, str]
     retention: Retention
     keep_aborted: bool
+    protect: list[int]
     began: float = 0.0
     common_record: bytes = b""
     times: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -209,7 +212,7 @@ class _Writer:
             attempt=command["attempt"], step=command["step"], end=command["end"], stall_s=command["stall_s"],
             grace_s=command["grace_s"], items=plan["items"], batches=plan["batches"], num_files=plan["num_files"],
             nbytes=plan["nbytes"], common=command["common"], retention=Retention(**command["retention"]),
-            keep_aborted=command["keep_aborted"], began=time.monotonic(),
+            keep_aborted=command["keep_aborted"], protect=command["protect"], began=time.monotonic(),
         )  # fmt: skip
         self._job, self._verdict_seen = job, False
         self._wake.set()
@@ -435,7 +438,7 @@ class _Writer:
             self.store.forget([*old, f"{job.attempt}/common"])
         job.times["committed_s"] = time.monotonic() - job.began
         verdict = self.store.get(f"{job.attempt}/verdict")
-        removed = prune(self.root, job.retention) if self.leader else []
+        removed = prune(self.root, job.retention, job.protect) if self.leader else []
         return {
             "outcome": "committed",
             "culprits": [],

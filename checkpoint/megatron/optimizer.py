@@ -2,8 +2,8 @@
 
 Stock Megatron-Core gathers each buffer on every data-parallel rank (or on one) to cut it into whole parameters, before
 the save has even begun. Here each data-parallel rank describes the flat slice that it owns as boxes of the parameter:
-at most 2*ndim - 1 of them. Keys, shapes and values on disk are those of the stock format; only the shards are finer, which
-its reader does not mind.
+at most 2*ndim - 1 of them. Keys, shapes and values on disk are those of the stock format; only the shards are finer,
+which its reader does not mind.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import logging
 import os
 import shutil
 import traceback
@@ -159,6 +160,10 @@ def reload(path, *, ours, same, fmt=None, **layout):
         loaded = dc.load(state, str(path))
     trainer.module.load_state_dict(loaded["model"])
     trainer.optimizer.load_state_dict(loaded["optimizer"])
+    # Without Transformer Engine, Megatron-Core gives all parameters one tensor as their step: each would count it up.
+    for part in getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer]):
+        for state in part.optimizer.state.values():
+            state["step"] = state["step"].clone()
     assert loaded["local"] == dist.get_rank()
     assert loaded["iteration"] == 5
     return trainer
@@ -169,8 +174,28 @@ def megatron():
     from weightsync.bench.megatron import cpu_runtime
 
     warnings.simplefilter("ignore")
-    with cpu_runtime():
+    logging.disable(logging.INFO)
+    with cpu_runtime(), torch_adam():
         yield
+
+
+@contextlib.contextmanager
+def torch_adam():
+    """Without Transformer Engine and Apex, Megatron-Core 0.16.1 cannot load what it saved (KeyError: 'step')."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    plain = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def with_step(self, parameter, tensors):
+        group, order = self.model_param_group_index_map[parameter]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        return plain(self, parameter, {**({"step": state["step"]} if "step" in state else {}), **tensors})
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = with_step
+    try:
+        yield
+    finally:
+        DistributedOptimizer._set_main_param_and_optimizer_states = plain
 
 
 def cases(rank, world_size, root, names):
@@ -180,7 +205,7 @@ def cases(rank, world_size, root, names):
         for step, name in enumerate(names, 1):
             try:
                 results[name] = save_and_load(c, step, Path(root), **CASES[name])
-            except Exception:
+            except Exception:  # noqa: BLE001
                 # Without this the other ranks wait in a collective until the deadline and hide the reason.
                 traceback.print_exc()
                 os._exit(1)
@@ -231,6 +256,9 @@ def save_and_load(checkpointer, step, root, *, layout, loads, fmt=None, ours=Tru
     # dp_reshardable pads with uninitialised memory: those bytes are no state.
     found["different"] = [] if fmt == "dp_reshardable" else [k for k in gold if not torch.equal(gold[k], mine.get(k))]
     found["num tensors"] = len(gold)
+    if fmt == "dp_reshardable":
+        # With torch's Adam stock does not go on from this format as if nothing had happened: it is the measure itself.
+        trainer = reload(stock, ours=False, same=True, fmt=fmt, distributed=True, **layout)
     after = losses(trainer, 2, first=10)
     found["loads"] = []
     for target, same in loads:

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import resource
+import signal
 import time
 from pathlib import Path
 
@@ -124,7 +125,7 @@ def mismatch(rank, world_size, address, root):
     return results
 
 
-def retention(rank, world_size, address, root, num_saves):
+def retention(rank, world_size, address, root, num_saves=40):
     """Many saves; returns the largest number of folders seen, and what is left, with descriptors and memory."""
     config = SaveConfig(deadline_s=20, retention=Retention(keep_last=2, keep_every=10))
     most, usage = 0, []
@@ -188,3 +189,58 @@ def node_local(rank, world_size, address, roots):
         handle = c.save(1, state(rank, world_size, 1))
         c.wait()
         return outcome(c, handle, began)
+
+
+def draining(rank, world_size, address, root, durable):
+    """Every commit is drained in the background."""
+    config = SaveConfig(deadline_s=20, retention=Retention(keep_last=1), durable_url=f"file://{durable}")
+    events = []
+    with Checkpointer(
+        root, rank=rank, world_size=world_size, store=address, config=config, on_event=events.append
+    ) as c:
+        for step in (1, 2):
+            c.save(step, state(rank, world_size, step))
+            c.wait()
+            assert c.wait_drained(40)
+    return [(e.kind, e.step) for e in events]
+
+
+def replaced_while_idle(rank, world_size, address, root):
+    """The writer dies between two saves."""
+    with Checkpointer(root, rank=rank, world_size=world_size, store=address, config=SaveConfig(deadline_s=30)) as c:
+        c.save(1, state(rank, world_size, 1))
+        c.wait()
+        if rank == 1:
+            os.kill(c.writer_pid, signal.SIGKILL)
+            time.sleep(0.5)
+        handle = c.save(2, state(rank, world_size, 2))
+        c.wait()
+        return handle.state, handle.error
+
+
+def retry(rank, world_size, address, root):
+    """An aborted save is tried again from what is staged, while the trainer goes on and changes its weights."""
+    process.PROGRAM = faulty_writer.PROGRAM
+    os.environ["CHECKPOINT_TEST_FAULTS"] = str(Path(root).parent)
+    if rank == 1:
+        (Path(root).parent / "fault.1.json").write_text(json.dumps({"phase": "write", "do": "EIO"}))
+    config = SaveConfig(deadline_s=20, on_failure="retry", retries=2)
+    with Checkpointer(root, rank=rank, world_size=world_size, store=address, config=config) as c:
+        part = state(rank, world_size, 1)
+        handle = c.save(1, part)
+        for shard in part.shards:
+            shard.tensor.zero_()
+        c.wait()
+        return handle.state, handle.error
+
+
+def several(rank, world_size, address, root, durable, names):
+    """Cases that need no group of processes of their own; each gets a root of its own."""
+    found = {}
+    for name in names:
+        path = Path(root) / name
+        path.mkdir(exist_ok=True)
+        (path / "root").mkdir(exist_ok=True)
+        args = [durable] if name == "draining" else []
+        found[name] = globals()[name](rank, world_size, address, str(path / "root"), *args)
+    return found

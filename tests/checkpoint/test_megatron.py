@@ -1,4 +1,4 @@
-"""Real Megatron-Core: what we commit equals what stock saves, loads in stock and in ours, in the same and other layouts."""
+"""Real Megatron-Core: what we commit equals what stock saves, and loads in stock and in ours, in several layouts."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import torch
 
 from checkpoint.format import TorchDistReader
 from checkpoint.layout import committed_path, committed_steps
+from checkpoint.load import verify
 from checkpoint.store import HostedStore
 from tests.checkpoint import save_ranks
 from tests.checkpoint.support import value
@@ -100,8 +101,25 @@ def test_every_fault_of_a_writer_ends_in_a_verdict_that_names_it_and_the_next_sa
     assert len(committed) == len(cases) - len(ABORTS)
 
 
-def test_a_late_rank_reads_the_verdict_and_leaves_nothing_and_the_next_save_commits(root, store):
-    (in_time, after), (late, _) = spawn_ranks(save_ranks.late_rank, 2, args=(store.address, str(root)), deadline_s=60)
+def test_one_group_goes_through_late_ranks_mismatches_streaming_draining_retries_and_retention(root, store, tmp_path):
+    names = ["late_rank", "mismatch", "streaming", "draining", "replaced_while_idle", "retry", "retention"]
+    durable = tmp_path / "durable"
+    ranks = spawn_ranks(save_ranks.several, 2, args=(store.address, str(root), str(durable), names), deadline_s=110)
+    check_late_rank(root / "late_rank/root", [r["late_rank"] for r in ranks])
+    check_mismatch([r["mismatch"] for r in ranks])
+    check_streaming(root / "streaming/root", [r["streaming"] for r in ranks])
+    check_draining(root / "draining/root", durable, [r["draining"] for r in ranks])
+    for rank in ranks:
+        assert rank["replaced_while_idle"] == ("committed", "")
+        assert rank["retry"] == ("committed", "")
+    assert_complete(root / "replaced_while_idle/root", 2)
+    assert_complete(root / "retry/root", 1)
+    check_retention(ranks[0]["retention"])
+
+
+def check_late_rank(root, results):
+    """The verdict names it, nothing of it stays, and the next save commits."""
+    (in_time, after), (late, _) = results
     for got in (in_time, late):
         assert got["state"] == "failed"
         assert "rank 1 on" in got["error"]
@@ -113,8 +131,9 @@ def test_a_late_rank_reads_the_verdict_and_leaves_nothing_and_the_next_save_comm
     assert [n for n in os.listdir(root) if n.startswith(".")] == []
 
 
-def test_states_that_do_not_fit_together_are_refused_by_key_and_rank(root, store):
-    shape, missing, twice, good = spawn_ranks(save_ranks.mismatch, 2, args=(store.address, str(root)), deadline_s=60)[1]
+def check_mismatch(results):
+    """States that do not fit together are refused by key and rank."""
+    shape, missing, twice, good = results[1]
     assert shape[0] == missing[0] == twice[0] == "failed"
     assert "weight: rank 1 sealed float32 (64, 256), rank 0 float32 (128, 256)" in shape[1]
     assert "exp_avg (128, 256) has holes" in missing[1]
@@ -122,24 +141,33 @@ def test_states_that_do_not_fit_together_are_refused_by_key_and_rank(root, store
     assert good == ("committed", "")
 
 
-def test_many_saves_keep_their_promise_of_disk_memory_and_descriptors(root, store):
-    most, left, usage = spawn_ranks(save_ranks.retention, 2, args=(store.address, str(root), 40), deadline_s=90)[0]
-    # keep_last + one in flight + every tenth.
-    assert most <= 2 + 1 + 4
+def check_streaming(root, results):
+    """A state larger than the staging memory goes through it in parts."""
+    for state, error, staging, nbytes in results:
+        assert (state, error) == ("committed", "")
+        assert nbytes > 3.9 * staging
+    assert_complete(root, 1, keys=[f"t{i}" for i in range(16)])
+
+
+def check_draining(root, durable, results):
+    """Both steps are durable, though the local root keeps one."""
+    assert [e for e in results[0] if e[0] == "drained"] == [("drained", 1), ("drained", 2)]
+    assert [e for e in results[1] if e[0] == "drained"] == []
+    assert committed_steps(root) == [2]
+    assert committed_steps(durable) == [1, 2]
+    assert_complete(durable, 1)
+    verify(committed_path(durable, 2))
+
+
+def check_retention(found):
+    """The promise of disk is kept, and memory, descriptors and threads stay the same."""
+    most, left, usage = found
+    assert most <= 2 + 1 + 4  # keep_last + one in flight + every tenth
     steps = ["iter_0000010", "iter_0000020", "iter_0000030", "iter_0000039", "iter_0000040"]
     assert left == [*steps, "latest_checkpointed_iteration.txt"]
     warm = usage[5]
     assert usage[-1][:3] == warm[:3]
     assert usage[-1][3] - warm[3] < 16 << 20
-
-
-def test_a_state_larger_than_the_staging_memory_is_streamed(root, store):
-    for state, error, staging, nbytes in spawn_ranks(
-        save_ranks.streaming, 2, args=(store.address, str(root)), deadline_s=60
-    ):
-        assert (state, error) == ("committed", "")
-        assert nbytes > 3.9 * staging
-    assert_complete(root, 1, keys=[f"t{i}" for i in range(16)])
 
 
 def test_ranks_with_folders_of_their_own_commit_one_record_each(tmp_path, store):
