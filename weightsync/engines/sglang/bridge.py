@@ -65,7 +65,9 @@ class Bridge:
 
     def __init__(self, scheduler: Any, row: Internals) -> None:
         self.scheduler, self.row = scheduler, row
-        self.rank, self.world_size = int(scheduler.tp_rank), int(scheduler.tp_size)
+        group = scheduler.weight_updater.tp_cpu_group if hasattr(scheduler, "weight_updater") else scheduler.tp_cpu_group
+        self._cpu_group = group
+        self.rank, self.world_size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
         self._problems = unsupported(scheduler, row)
         self.runners: list[ModuleRunner] = [] if self._problems else find_runners(scheduler, row)
         self._receiver: Receiver | None = None
@@ -123,11 +125,6 @@ class Bridge:
         out: list[Any] = [None] * self.world_size
         torch.distributed.all_gather_object(out, mine, group=self._cpu_group)
         return out
-
-    @property
-    def _cpu_group(self) -> Any:
-        group = getattr(self.scheduler, "tp_cpu_group", None)
-        return group if group is not None else self.scheduler.weight_updater.tp_cpu_group
 
     def _new_receiver(self, engine: str) -> Receiver:
         device = torch.device(str(self.scheduler.tp_worker.model_runner.device))
