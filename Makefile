@@ -5,14 +5,18 @@ ARGS ?=
 BIN := .venv/bin
 READY := .venv/.ready
 CONSTRAINTS := requirements/constraints.txt
+# Real engines have environments of their own; tests start them there.
+VLLM := .venv-vllm/bin
+VLLM_READY := .venv-vllm/.ready
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test fast lint format bench
+.PHONY: help venv vllm demo test fast lint format bench
 
 help:
 	@echo 'make venv    make .venv with everything that development needs'
+	@echo 'make vllm    make .venv-vllm, in which tests run a real vLLM on the CPU'
 	@echo 'make demo    train a tiny model and publish every step to two engines'
 	@echo 'make test    all tests'
 	@echo 'make fast    tests without processes, engines and slow ones (ARGS=... goes to pytest)'
@@ -29,10 +33,19 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --group dev --editable '.[megatron,plot]'
 	touch $@
 
-demo: $(READY)
-	$(BIN)/python examples/demo.py $(ARGS)
+vllm: $(VLLM_READY)
 
-test: $(READY)
+$(VLLM_READY): pyproject.toml requirements/vllm.txt
+	$(PYTHON) -m venv .venv-vllm
+	$(VLLM)/python -m pip install --quiet --requirement requirements/vllm.txt
+	$(VLLM)/python -m pip uninstall --quiet --yes torchaudio torchcodec torchvision
+	$(VLLM)/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
+demo: $(READY)
+	$(BIN)/python -m examples.demo $(ARGS)
+
+test: $(READY) $(VLLM_READY)
 	$(BIN)/python -m pytest $(ARGS)
 
 fast: $(READY)

@@ -231,20 +231,23 @@ def train_step(
     micro_batch_size: int = 2,
     seq_len: int = 16,
     vocab_size: int | None = None,
+    micro_batches: Sequence[torch.Tensor] | None = None,
 ) -> float | None:
     """One step of next-token (and MTP) loss on random tokens that depend on `step` and the data-parallel rank.
 
-    Tokens are below `vocab_size`, which defaults to the (padded) vocabulary of the model.
+    Tokens are below `vocab_size`, which defaults to the (padded) vocabulary of the model. `micro_batches`, token ids
+    [batch, seq_len + 1] each and equal on every rank of a model replica, take the place of random ones.
 
     Returns the mean next-token loss on the last pipeline stage, None on the others.
     """
     from megatron.core import parallel_state
 
-    vocab = _inner(chunks[0]).vocab_size if vocab_size is None else vocab_size
-    generator = torch.Generator().manual_seed(1000 * step + parallel_state.get_data_parallel_rank())
-    tokens = [
-        torch.randint(0, vocab, (micro_batch_size, seq_len + 1), generator=generator) for _ in range(num_micro_batches)
-    ]
+    tokens = micro_batches
+    if tokens is None:
+        vocab = _inner(chunks[0]).vocab_size if vocab_size is None else vocab_size
+        generator = torch.Generator().manual_seed(1000 * step + parallel_state.get_data_parallel_rank())
+        shape = (micro_batch_size, seq_len + 1)
+        tokens = [torch.randint(0, vocab, shape, generator=generator) for _ in range(num_micro_batches)]
     with cpu_runtime():
         for chunk in chunks:
             chunk.zero_grad_buffer()
