@@ -271,3 +271,121 @@ def save_and_load(checkpointer, step, root, *, layout, loads, fmt=None, ours=Tru
             found["loads"].append(entry)
     dist.barrier()
     return found
+
+
+def ladder(rank, world_size, root, durable):
+    """Loading when the newest is damaged, then the one before: which is taken, and why not the others."""
+    from megatron.core import dist_checkpointing as dc
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    from checkpoint.drain import drain
+    from checkpoint.errors import LoadError
+
+    def part(step, rows=8):
+        whole = torch.arange(2 * 8 * 16.0).view(16, 16) + 100 * step
+        return {
+            "w": ShardedTensor.from_rank_offsets("w", whole[8 * rank : 8 * rank + rows].clone(), (0, rank, world_size)),
+            "rep": ShardedTensor.from_rank_offsets("rep", torch.full((4,), float(step)), replica_id=rank),
+            "step": step,
+        }
+
+    def blank():
+        state = part(0)
+        state["w"].data.zero_()
+        return state
+
+    def got(result):
+        good = torch.equal(result.state["w"], part(result.step)["w"].data) and result.state["step"] == result.step
+        return result.step, Path(result.tier).name, good, list(result.passed_over)
+
+    def damage(step, where):
+        if rank == 0:
+            path = committed_path(where, step) / "__1_0.distcp"
+            data = bytearray(path.read_bytes())
+            data[900] ^= 16
+            path.write_bytes(data)
+        dist.barrier()
+
+    found = {}
+    with megatron(), Checkpointer(root, rank=rank, world_size=world_size, config=SaveConfig(deadline_s=40)) as c:
+        for step in (1, 2, 3):
+            c.save(step, part(step), content_metadata={"step": step})
+            c.wait()
+        if rank == 0:
+            for step in (1, 2):
+                drain(root, step, f"file://{durable}")
+        dist.barrier()
+        found["newest"] = got(c.load(blank(), durable=[durable]))
+        found["chosen"] = got(c.load(blank(), step=1))
+        damage(3, root)
+        loaded = dc.load(blank(), str(committed_path(root, 3)))
+        found["stock loads damage"] = not torch.equal(loaded["w"], part(3)["w"].data) if rank == 1 else True
+        found["older"] = got(c.load(blank()))
+        damage(2, root)
+        found["durable"] = got(c.load(blank(), durable=[durable]))
+        damage(2, durable)
+        if rank == 1:
+            (committed_path(root, 1) / "__0_0.distcp").unlink()
+        dist.barrier()
+        found["durable of the oldest"] = got(c.load(blank(), durable=[durable]))
+        damage(1, durable)
+        try:
+            c.load(blank(), durable=[durable])
+        except LoadError as e:
+            found["nothing"] = str(e)
+        c.save(4, part(4))
+        c.wait()
+        less = {key: value for key, value in blank().items() if key != "rep"}
+        try:
+            c.load(less, step=4)
+        except LoadError as e:
+            found["dropped"] = str(e)
+        found["weights only"] = got(c.load(less, step=4, allow_unused=lambda key: key == "rep"))
+        if rank == 0:
+            try:
+                c.load(blank(), deadline_s=1.0)
+            except LoadError as e:
+                found["silent"] = str(e)
+        dist.barrier()
+    return found
+
+
+def node_local(rank, world_size, roots):
+    """Nodes with disks of their own: what stock does, and how ours is put together."""
+    from megatron.core import dist_checkpointing as dc
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    from checkpoint.errors import LoadError
+
+    def part(fill):
+        whole = torch.arange(16 * 16.0).view(16, 16)
+        rows = whole[8 * rank : 8 * rank + 8].clone() if fill else torch.zeros(8, 16)
+        return {"w": ShardedTensor.from_rank_offsets("w", rows, (0, rank, world_size)), "step": 1}
+
+    def other_way(fill):
+        """The same tensor, cut along the other dimension: each rank needs the files of both nodes."""
+        whole = torch.arange(16 * 16.0).view(16, 16)
+        columns = whole[:, 8 * rank : 8 * rank + 8].clone() if fill else torch.zeros(16, 8)
+        return {"w": ShardedTensor.from_rank_offsets("w", columns, (1, rank, world_size)), "step": 1}
+
+    root, other = roots[rank], roots[1 - rank]
+    found = {}
+    with megatron():
+        stock = Path(root) / "stock"
+        stock.mkdir()
+        dist.barrier()
+        dc.save(part(True), str(stock))
+        dist.barrier()
+        found["stock has metadata"] = (stock / "metadata.json").exists()
+        with Checkpointer(root, rank=rank, world_size=world_size, config=SaveConfig(deadline_s=40)) as c:
+            c.save(1, part(True))
+            c.wait()
+            same = c.load(part(False))
+            found["own node"] = torch.equal(same.state["w"], part(True)["w"].data)
+            across = c.load(other_way(False), peers=[other])
+            found["both nodes"] = torch.equal(across.state["w"], other_way(True)["w"].data)
+            try:
+                c.load(other_way(False))
+            except LoadError as e:
+                found["without peers"] = str(e)
+    return found

@@ -63,3 +63,44 @@ def test_four_ranks_save_without_a_collective_what_stock_saves_and_stock_loads_i
     names = ["tp2pp2 plain", "tp2dp2 distributed"]
     results = spawn_ranks(megatron_ranks.cases, 4, args=(str(tmp_path), names), gloo=True, deadline_s=110)
     check(results, names)
+
+
+@pytest.mark.multiproc
+@pytest.mark.slow
+def test_loading_falls_back_from_damage_to_durable_and_older_and_says_why(tmp_path):
+    pytest.importorskip("megatron.core", reason="needs Megatron-Core")
+    root, durable = tmp_path / "root", tmp_path / "durable"
+    ranks = spawn_ranks(megatron_ranks.ladder, 2, args=(str(root), str(durable)), gloo=True, deadline_s=100)
+    assert "no word from rank 1 on" in ranks[0]["silent"]
+    for found in ranks:
+        assert found["newest"] == (3, "local", True, [])
+        assert found["chosen"] == (1, "local", True, [])
+        assert found["stock loads damage"]
+        step, tier, good, why = found["older"]
+        assert (step, tier, good) == (2, "local", True)
+        assert "step 3 (local)" in why[0]
+        assert "__1_0.distcp was changed after it was sealed" in why[0]
+        assert found["durable"][:3] == (2, "durable", True)
+        assert ["step 3 (local)" in w or "step 2 (local)" in w for w in found["durable"][3]] == [True, True]
+        assert found["durable of the oldest"][:3] == (1, "durable", True)
+        assert any("__0_0.distcp" in w and "missing" in w for w in found["durable of the oldest"][3])
+        assert "no checkpoint could be loaded" in found["nothing"]
+        assert found["nothing"].count("step") >= 5
+        assert "'rep'" in found["dropped"]
+        assert "asked for by no rank" in found["dropped"]
+        assert found["weights only"][:3] == (4, "local", True)
+
+
+@pytest.mark.multiproc
+@pytest.mark.slow
+def test_nodes_with_own_disks_load_what_stock_cannot(tmp_path):
+    pytest.importorskip("megatron.core", reason="needs Megatron-Core")
+    roots = [tmp_path / f"node{i}" for i in range(2)]
+    for path in roots:
+        path.mkdir()
+    results = spawn_ranks(megatron_ranks.node_local, 2, args=([str(r) for r in roots],), gloo=True, deadline_s=100)
+    assert [r["stock has metadata"] for r in results] == [True, False]
+    for found in results:
+        assert found["own node"]
+        assert found["both nodes"]
+        assert "missing" in found["without peers"]
