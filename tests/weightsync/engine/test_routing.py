@@ -230,6 +230,20 @@ def test_a_draft_tensor_for_shared_memory_must_hold_the_same_bytes():
         load_all(specs, [*tensors, other], runners())
 
 
+def test_rows_that_pad_shared_memory_need_no_comparison():
+    target = Toy({"embed": parameter(8, 4)}, {"embed": vocab_rows("embed", 0, 8, 6)})
+    draft = Toy({"embed": target.embed, "own": parameter(2)}, {"own": copy_to("own")})
+    draft.rules["mtp.embed"] = vocab_rows("embed", 0, 8, 6)
+    specs = [spec("embed", 6, 4), spec("own", 2, role="draft"), spec("mtp.embed", 6, 4, role="draft")]
+    tensors = random_tensors(specs[:2])
+    _, routes = load_all(specs, [*tensors, tensors[0]], [target_runner(target), draft_runner(draft)])
+    assert routes.table[2].kind == "verify"
+    assert torch.equal(target.embed[:6], tensors[0])
+    assert not target.embed[6:].any()
+    with pytest.raises(RoutingError, match="bytes differ"):
+        load_all(specs, [*tensors, tensors[0] + 1], [target_runner(target), draft_runner(draft)])
+
+
 def test_names_are_renamed_by_role_and_table():
     module = Toy({"a": parameter(2), "b": parameter(2)}, {"a": copy_to("a"), "b": copy_to("b")})
     runner = ModuleRunner(

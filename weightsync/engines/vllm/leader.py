@@ -292,7 +292,8 @@ class Leader:
         else:
             self._stay_fenced(call, f"vLLM refused to reset its prefix cache {FLUSH_TRIES} times")
             raise self.fence_error()
-        self._do("commit", lambda: self.rpc.set_version(str(call.version), deadline_s))
+        label = call.label if call.label is not None else str(call.version)
+        self._do("commit", lambda: self.rpc.set_version(label, deadline_s))
         running = set(self.rpc.running())
         spanning = [{"id": i} for i in self._kept if i in running]
         for runner in self._in_scope(call):

@@ -13,7 +13,7 @@ import mmap
 from collections.abc import Iterator, Sequence
 
 import torch
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 
 from weightsync.engine.regions import Region
@@ -88,4 +88,7 @@ def _like(meta: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
     tensor = memory.detach()
     tensor.__class__ = meta.__class__
     tensor.__dict__ = meta.__dict__.copy()
+    if getattr(getattr(tensor, "weight_loader", None), "__name__", "") == "online_process_loader":
+        # Left there by an earlier reload; between reloads it drops what it is given.
+        tensor.weight_loader = _get_original_loader(tensor)  # type: ignore[attr-defined]
     return tensor
