@@ -163,6 +163,7 @@ class Bridge:
             "state": "fenced" if self.fenced else "paused" if self._hold else "serving",
             "pause_mode": self._mode,
             "held": len(self._held),
+            "running": len(self.scheduler.running_batch.reqs),
             "engine_kind": "sglang",
             "engine_version": _sglang_version(),
             "row": self.row.row.versions,

@@ -25,10 +25,13 @@ from weightsync.protocol import PublishCall
 __all__ = ["HttpLink", "InProcessLink", "Link", "SglangControl"]
 
 POLL_S = 0.02
+CALL_S = 5.0
+"""Least time for one more call, when a deadline is nearly over: an engine in mid-step answers only after it."""
 _SENTINEL: Mapping[str, Any] = {
-    # What a server without the bridge would try to join if it knew the backend: nothing listens on port 1.
+    # A server without the bridge tries to join this group. Without a port it gives up before it touches the network; at
+    # an address where nobody listens it would try again until its timeout, and serve nobody meanwhile.
     "master_address": "127.0.0.1",
-    "master_port": 1,
+    "master_port": 0,
     "rank_offset": 1,
     "world_size": 2,
     "backend": BACKEND,
@@ -99,7 +102,7 @@ class SglangControl:
                     phase="pause",
                 )
             time.sleep(POLL_S)
-            reply = self.call("drain", {}, deadline_s=max(end - time.monotonic(), 1.0))
+            reply = self.call("drain", {}, deadline_s=max(end - time.monotonic(), CALL_S))
         return reply
 
     def receive(self, call: PublishCall, *, deadline_s: float) -> Mapping[str, Any]:
@@ -117,9 +120,9 @@ class SglangControl:
                     phase="commit",
                 )
             time.sleep(POLL_S)
-            reply = self.call("commit", {"call": call.to_json()}, deadline_s=max(end - time.monotonic(), 1.0))
+            reply = self.call("commit", {"call": call.to_json()}, deadline_s=max(end - time.monotonic(), CALL_S))
         label = call.label if call.label is not None else str(call.version)
-        self.link.set_weight_version(label, deadline_s=max(end - time.monotonic(), 1.0))
+        self.link.set_weight_version(label, deadline_s=max(end - time.monotonic(), CALL_S))
         return reply
 
     def resume(self, *, deadline_s: float) -> Mapping[str, Any]:
