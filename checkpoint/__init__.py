@@ -11,9 +11,10 @@ Importing this needs torch alone; saving needs the package `xxhash` (extra `chec
 
 from __future__ import annotations
 
-from checkpoint.checkpointer import Checkpointer, LoadResult, SaveEvent, SaveHandle
+from checkpoint.checkpointer import Checkpointer
 from checkpoint.config import SaveConfig
 from checkpoint.errors import CheckpointError
+from checkpoint.events import LoadResult, SaveEvent, SaveHandle
 from checkpoint.plan import Shard, State
 from checkpoint.retention import Retention
 from checkpoint.store import HostedStore

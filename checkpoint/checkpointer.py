@@ -29,9 +29,11 @@ from typing import Any
 import torch
 
 from checkpoint.config import SaveConfig
-from checkpoint.drain import DrainProcess
-from checkpoint.errors import CheckpointError, ConfigError, SaveError, StoreLost, WriterLost
-from checkpoint.layout import LeftOver, clean_up, committed_path
+from checkpoint.disk import Need, disk_left_bytes, folder_bytes, memory_left_bytes
+from checkpoint.drain import DrainQueue
+from checkpoint.errors import CheckpointError, ConfigError, DiskError, SaveError, StoreLost, WriterLost
+from checkpoint.events import LoadResult, SaveEvent, SaveHandle
+from checkpoint.layout import LeftOver, clean_up, committed_path, committed_steps
 from checkpoint.load import LoadGroup, candidates, load_best
 from checkpoint.plan import Plan, State, digest_common, make_plan
 from checkpoint.process import WriterProcess
@@ -48,67 +50,11 @@ from checkpoint.staging import (
 from checkpoint.store import HostedStore, Store
 from checkpoint.vote import Culprit, decide_abort, describe, read_verdict, report_failure
 
-__all__ = ["Checkpointer", "LoadResult", "SaveEvent", "SaveHandle"]
+__all__ = ["Checkpointer"]
 
 log = logging.getLogger("checkpoint")
 
 WATCH_EVERY_S = 0.02
-DRAIN_AGAIN_S = 10.0
-TERMINAL = ("committed", "failed")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SaveEvent:
-    """A save reached a state.
-
-    `kind`: "staged", "sealed" (this rank's data is on its disk), "committed" or "failed"; on the lowest rank of each
-    node also "drained" (its files are in durable storage).
-    """
-
-    kind: str
-    step: int
-    handle: SaveHandle
-
-
-@dataclasses.dataclass(kw_only=True, slots=True, eq=False)
-class SaveHandle:
-    """One save. Reading it never waits."""
-
-    step: int
-    attempt: str
-    nbytes: int
-    """That this rank stages."""
-    state: str = "staged"
-    blocked_s: float = 0.0
-    """How long `save` held the caller; `waited_s` of it for the save before."""
-    waited_s: float = 0.0
-    culprits: tuple[Culprit, ...] = ()
-    """Why it failed."""
-    result: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """What the writer measured, by name; `common_differs`: rank -> paths of common state that differ from rank 0's."""
-    path: Path | None = None
-    """Where it is, once committed."""
-    drained: bool = False
-    """Whether this node's files are in durable storage, too (on the lowest rank of each node)."""
-
-    @property
-    def done(self) -> bool:
-        return self.state in TERMINAL
-
-    @property
-    def error(self) -> str:
-        """Why it failed, in words; names ranks, hosts, phases, bytes."""
-        return describe(self.culprits)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LoadResult:
-    """What `Checkpointer.load` loaded; `passed_over` says of every better candidate why it was not taken."""
-
-    step: int
-    tier: str
-    state: dict[str, Any]
-    passed_over: tuple[str, ...]
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -169,14 +115,15 @@ class Checkpointer:
         self._events: collections.deque[SaveEvent] = collections.deque()
         self._changed = threading.Condition()
         self._active: _Active | None = None
-        self._undrained: collections.deque[SaveHandle] = collections.deque()
-        self._drain: DrainProcess | None = None
-        self._drain_after = 0.0
+        self._undrained: dict[int, SaveHandle] = {}
+        self._drains: DrainQueue | None = None
         self._closing = False
         self._places: dict[str, Any] = {"nodes": None, "hosts": None}
         self._writer: WriterProcess | None = self._spawn()
         self._places = {name: self._writer.ready[name] for name in ("nodes", "hosts")}
         self.node = int(self._places["nodes"][str(rank)])
+        if self.config.durable_url is not None and self.node == rank:
+            self._drains = DrainQueue(self.root, self.config.durable_url, self.config.durable_bytes_per_s)
         self.removed: list[LeftOver] = clean_up(self.root) if self.node == rank else []
         """What dead attempts of earlier runs left and this start removed."""
         self._thread = threading.Thread(target=self._watch, name="checkpoint-watch", daemon=True)
@@ -227,6 +174,53 @@ class Checkpointer:
         """Process id of the writer; None while it is being replaced."""
         writer = self._writer
         return writer.pid if writer is not None else None
+
+    def preflight(self, state: State | dict[str, Any], *, deadline_s: float = 60.0) -> Need:
+        """Check that disk and memory take the saves of such a state, and touch the staging memory; every rank calls it.
+
+        Without `keep_last` there is no end to what a root holds: then room for two checkpoints is asked for.
+
+        Raises:
+            DiskError: it does not fit; says what is needed, held and left. LoadError: a rank did not call in time.
+        """
+        plan = make_plan(
+            self._as_state(state, None),
+            rank=self.rank,
+            num_files=self.config.num_files,
+            staging_bytes=self.config.staging_bytes,
+        )
+        group = self._group(deadline_s)
+        self._loads += 1
+        try:
+            sizes = group.all_say(f"preflight/{self._loads}", [plan.nbytes, plan.staging_bytes])
+        finally:
+            group.store.close()
+        mates = self._mates()
+        node_bytes, staging = (sum(sizes[r][i] for r in mates) for i in (0, 1))
+        retention, held = self.config.retention, folder_bytes(self.root)
+        peak = retention.disk_peak_bytes(node_bytes, committed_steps(self.root)) or held + 2 * node_bytes
+        need = Need(
+            node_bytes=node_bytes,
+            disk_peak_bytes=peak,
+            disk_held_bytes=held,
+            disk_left_bytes=disk_left_bytes(self.root, self.config.disk_limit_bytes, held),
+            staging_bytes=staging,
+            memory_left_bytes=memory_left_bytes(),
+        )
+        if peak - held > need.disk_left_bytes:
+            raise DiskError(
+                f"{self.root} on {socket.gethostname()} will hold up to {peak} bytes ({node_bytes} per checkpoint, "
+                f"{retention}), holds {held}, and only {need.disk_left_bytes} more can be written: lower keep_last, or "
+                "free space"
+            )
+        if self._staging is None and need.memory_left_bytes is not None and staging > need.memory_left_bytes:
+            raise DiskError(
+                f"staging takes {staging} bytes of shared memory on {socket.gethostname()}, {need.memory_left_bytes} "
+                "are left: set staging_bytes to stream the state in parts"
+            )
+        self._await_idle(SaveHandle(step=-1, attempt="", nbytes=0))
+        self._ensure_staging(plan)
+        return need
 
     # Saving, on the training thread
 
@@ -330,7 +324,7 @@ class Checkpointer:
             retention={"keep_last": config.retention.keep_last, "keep_every": config.retention.keep_every},
             keep_aborted=config.keep_aborted,
             # Only the one that is being read: durable storage that is down must not fill the local disk.
-            protect=[self._drain.step] if self._drain is not None else [],
+            protect=[] if self._drains is None else self._drains.reading,
         )
         writer.plan = plan.structure
 
@@ -407,16 +401,8 @@ class Checkpointer:
 
         found = [c for c in candidates(self.root, peers, durable) if step is None or c.step == step]
         self._loads += 1
-        group = LoadGroup(
-            store=Store(self._address, self._run_id + "/"),
-            rank=self.rank,
-            world_size=self.world_size,
-            hosts={int(k): v for k, v in self._places["hosts"].items()},
-            end=time.monotonic() + deadline_s,
-        )
-        mates = [
-            int(r) for r, node in sorted(self._places["nodes"].items(), key=lambda p: int(p[0])) if node == self.node
-        ]
+        group = self._group(deadline_s)
+        mates = self._mates()
         share = (mates.index(self.rank), len(mates))
         try:
             chosen, state, reasons = load_best(
@@ -431,6 +417,19 @@ class Checkpointer:
         finally:
             group.store.close()
         return LoadResult(step=chosen.step, tier=chosen.tier, state=state, passed_over=tuple(reasons))
+
+    def _group(self, deadline_s: float) -> LoadGroup:
+        return LoadGroup(
+            store=Store(self._address, self._run_id + "/"),
+            rank=self.rank,
+            world_size=self.world_size,
+            hosts={int(k): v for k, v in self._places["hosts"].items()},
+            end=time.monotonic() + deadline_s,
+        )
+
+    def _mates(self) -> list[int]:
+        """Ranks of this node, ascending."""
+        return sorted(int(rank) for rank, node in self._places["nodes"].items() if node == self.node)
 
     def poll(self) -> list[SaveEvent]:
         """What happened since the last call; runs the callback. Never waits.
@@ -484,7 +483,8 @@ class Checkpointer:
                 self._closing = True
                 self._changed.notify_all()
             self._thread.join(10)
-            self._stop_draining()
+            if self._drains is not None:
+                self._drains.stop()
             if self._writer is not None:
                 self._writer.close(5)
                 self._writer = None
@@ -618,38 +618,23 @@ class Checkpointer:
             active.handle.culprits = culprits
             active.handle.state = state
             self._events.append(SaveEvent(kind=state, step=active.handle.step, handle=active.handle))
-            if state == "committed" and self.config.durable_url is not None and self.node == self.rank:
-                self._undrained.append(active.handle)
+            if state == "committed" and self._drains is not None:
+                self._drains.add(active.handle.step)
+                self._undrained[active.handle.step] = active.handle
             self._active = None
             self._changed.notify_all()
 
     def _drain_some(self) -> None:
-        """Start the next drain, or look at the running one."""
-        if self._drain is None:
-            while self._undrained and not committed_path(self.root, self._undrained[0].step).exists():
-                log.warning("step %d was pruned before it was drained", self._undrained[0].step)
-                with self._changed:
-                    self._undrained.popleft()
-                    self._changed.notify_all()
-            if self._undrained and self.config.durable_url is not None and time.monotonic() >= self._drain_after:
-                url, limit = self.config.durable_url, self.config.durable_bytes_per_s
-                self._drain = DrainProcess(self.root, self._undrained[0].step, url, bytes_per_s=limit)
+        if self._drains is None:
             return
-        outcome = self._drain.poll()
-        if outcome is None:
-            return
-        self._drain = None
-        handle = self._undrained[0]
-        if isinstance(outcome, str):
-            # It stays first in line: the next drain goes on where this one ended.
-            self._drain_after = time.monotonic() + DRAIN_AGAIN_S
-            log.warning("%s; trying again in %g s", outcome, DRAIN_AGAIN_S)
-            return
-        handle.drained = True
-        with self._changed:
-            self._undrained.popleft()
-            self._events.append(SaveEvent(kind="drained", step=handle.step, handle=handle))
-            self._changed.notify_all()
+        durable = self._drains.poll()
+        for step in [step for step in self._undrained if step not in self._drains.pending]:
+            with self._changed:
+                handle = self._undrained.pop(step)
+                if step in durable:  # else it was pruned first
+                    handle.drained = True
+                    self._events.append(SaveEvent(kind="drained", step=step, handle=handle))
+                self._changed.notify_all()
 
     def wait_drained(self, deadline_s: float) -> bool:
         """Wait until everything committed by this rank's node is durable; False at the deadline."""
@@ -657,13 +642,6 @@ class Checkpointer:
             done = self._changed.wait_for(lambda: not self._undrained, deadline_s)
         self.poll()
         return done
-
-    def _stop_draining(self) -> None:
-        if self._drain is not None:
-            self._drain.stop()
-            self._drain = None
-        if self._undrained:
-            log.warning("not drained to %s: steps %s", self.config.durable_url, [h.step for h in self._undrained])
 
     def _give_up(self, active: _Active, writer: WriterProcess, reason: str) -> None:
         """Name the writer's end to everybody, learn the verdict, and start another writer that carries it out."""

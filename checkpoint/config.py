@@ -37,6 +37,8 @@ class SaveConfig:
     """Committed steps are copied there in the background, by the lowest rank of each node (see `checkpoint.drain`)."""
     durable_bytes_per_s: float | None = None
     """Upper bound of the rate of copying."""
+    disk_limit_bytes: int | None = None
+    """What a root may hold, where a quota applies that the filesystem does not tell; checked by `preflight`."""
     keep_aborted: bool = False
     """Leave the files of aborted attempts on disk."""
 
@@ -49,6 +51,8 @@ class SaveConfig:
                 raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)!r}")
         if self.staging_bytes is not None and self.staging_bytes < 1:
             raise ConfigError(f"staging_bytes must be positive or None, got {self.staging_bytes!r}")
+        if self.disk_limit_bytes is not None and self.disk_limit_bytes < 1:
+            raise ConfigError(f"disk_limit_bytes must be positive or None, got {self.disk_limit_bytes!r}")
         if self.durable_bytes_per_s is not None and not self.durable_bytes_per_s > 0:
             raise ConfigError(f"durable_bytes_per_s must be positive or None, got {self.durable_bytes_per_s!r}")
         if self.on_failure not in ("warn", "retry", "raise"):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -28,7 +29,11 @@ from checkpoint.format.index import dump_metadata
 from checkpoint.layout import committed_path
 from checkpoint.seals import CommitRecord, index_from_seals, read_commit
 
-__all__ = ["DrainProcess", "DrainReport", "drain", "open_durable"]
+__all__ = ["DrainProcess", "DrainQueue", "DrainReport", "drain", "main", "open_durable"]
+
+log = logging.getLogger("checkpoint")
+
+AGAIN_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,6 +223,53 @@ class DrainProcess:
         self._process.wait(5)
         if self._process.stdout is not None:
             self._process.stdout.close()
+
+
+class DrainQueue:
+    """Drains of one node, one after the other, oldest step first. For one thread; nothing waits."""
+
+    def __init__(self, root: str | Path, url: str, bytes_per_s: float | None) -> None:
+        self._root, self._url, self._rate = root, url, bytes_per_s
+        self.pending: list[int] = []
+        """Steps that are not durable yet; the first one is being copied, if any is."""
+        self._process: DrainProcess | None = None
+        self._not_before = 0.0
+
+    def add(self, step: int) -> None:
+        self.pending.append(step)
+
+    @property
+    def reading(self) -> list[int]:
+        """Steps that must not be removed now. Only the one being copied: durable storage that is down must not fill the
+        local disk."""
+        return [] if self._process is None else [self._process.step]
+
+    def poll(self) -> list[int]:
+        """Steps that became durable since the last call; starts the next drain."""
+        if self._process is None:
+            while self.pending and not committed_path(self._root, self.pending[0]).exists():
+                log.warning("step %d was pruned before it was drained to %s", self.pending.pop(0), self._url)
+            if self.pending and time.monotonic() >= self._not_before:
+                self._process = DrainProcess(self._root, self.pending[0], self._url, bytes_per_s=self._rate)
+            return []
+        outcome = self._process.poll()
+        if outcome is None:
+            return []
+        self._process = None
+        if isinstance(outcome, str):
+            # It stays first in line: the next drain goes on where this one ended.
+            self._not_before = time.monotonic() + AGAIN_S
+            log.warning("%s; trying again in %g s", outcome, AGAIN_S)
+            return []
+        return [self.pending.pop(0)]
+
+    def stop(self) -> None:
+        """End the running drain; says what is not durable."""
+        if self._process is not None:
+            self._process.stop()
+            self._process = None
+        if self.pending:
+            log.warning("not drained to %s: steps %s", self._url, self.pending)
 
 
 def main() -> None:

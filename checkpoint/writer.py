@@ -298,6 +298,9 @@ class _Writer:
             raise
         job.times["sync_s"] = time.monotonic() - job.began - job.times["write_s"]
         self._enter("seal")
+        if self.rank == 0:
+            # Now, not at the commit: a folder with all seals is a checkpoint that only lacks its index.
+            put_file(folder / "common.pt", job.common_record)
         seal = self._make_seal(job, records, places)
         put_file(folder / f"seal.{self.rank}.json", dump(seal.to_json()))
         job.times["sealed_s"] = time.monotonic() - job.began

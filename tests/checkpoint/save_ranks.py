@@ -13,7 +13,7 @@ from pathlib import Path
 from checkpoint import process
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.config import SaveConfig
-from checkpoint.errors import SaveError, StoreLost
+from checkpoint.errors import DiskError, SaveError, StoreLost
 from checkpoint.retention import Retention
 from checkpoint.store import Store
 from tests.checkpoint import faulty_writer
@@ -232,6 +232,22 @@ def retry(rank, world_size, address, root):
             shard.tensor.zero_()
         c.wait()
         return handle.state, handle.error
+
+
+def preflight(rank, world_size, address, root):
+    """What a save needs is said before training; a limit that does not take it refuses."""
+    part = state(rank, world_size, 1)
+    kept = Retention(keep_last=1)
+    with Checkpointer(root, rank=rank, world_size=world_size, store=address, config=SaveConfig(retention=kept)) as c:
+        need = c.preflight(part)
+    config = SaveConfig(retention=kept, disk_limit_bytes=400_000)
+    refused = ""
+    with Checkpointer(root, rank=rank, world_size=world_size, store=address, config=config) as c:
+        try:
+            c.preflight(part)
+        except DiskError as e:
+            refused = str(e)
+    return need.node_bytes, need.disk_peak_bytes, refused
 
 
 def several(rank, world_size, address, root, durable, names):

@@ -102,7 +102,7 @@ def test_every_fault_of_a_writer_ends_in_a_verdict_that_names_it_and_the_next_sa
 
 
 def test_one_group_goes_through_late_ranks_mismatches_streaming_draining_retries_and_retention(root, store, tmp_path):
-    names = ["late_rank", "mismatch", "streaming", "draining", "replaced_while_idle", "retry", "retention"]
+    names = ["late_rank", "mismatch", "streaming", "draining", "replaced_while_idle", "retry", "preflight", "retention"]
     durable = tmp_path / "durable"
     ranks = spawn_ranks(save_ranks.several, 2, args=(store.address, str(root), str(durable), names), deadline_s=110)
     check_late_rank(root / "late_rank/root", [r["late_rank"] for r in ranks])
@@ -114,6 +114,11 @@ def test_one_group_goes_through_late_ranks_mismatches_streaming_draining_retries
         assert rank["retry"] == ("committed", "")
     assert_complete(root / "replaced_while_idle/root", 2)
     assert_complete(root / "retry/root", 1)
+    for node_bytes, peak, refused in [r["preflight"] for r in ranks]:
+        assert node_bytes > 2 * 2 * 64 * 256 * 4
+        assert peak == 2 * node_bytes
+        assert "will hold up to" in refused
+        assert "only 400000 more can be written" in refused
     check_retention(ranks[0]["retention"])
 
 
