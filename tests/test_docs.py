@@ -85,7 +85,7 @@ def test_every_option_of_the_command_line_is_documented():
     from weightsync import cli
 
     sections = dict(re.findall(r"^## ([\w ]+)$(.*?)(?=^## |\Z)", (REFERENCE / "cli.md").read_text(), re.M | re.S))
-    for name, main in (("weightsync bench", cli.main), ("ckpt inspect", ckpt.main)):
+    for name, main in (("weightsync bench", cli.main), ("weightsync doctor", cli.main), ("ckpt inspect", ckpt.main)):
         shown = io.StringIO()
         with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
             main([name.split()[1], "--help"])

@@ -44,21 +44,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     # Only a command line needs the subcommand's modules: `import weightsync.cli` stays cheap.
+    from weightsync import doctor
     from weightsync.bench import cli as bench
 
     parser = _Parser(prog="weightsync", description="Publish the weights of an RL trainer to its inference engines.")
     parser.add_argument("--version", action="version", version=f"weightsync {_version()}")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    command = commands.add_parser(
-        "bench",
-        help="what a publish costs here, beside its limit and other ways",
-        description="Publish a model to embedded engines on this machine and print what it cost.",
-    )
-    # Also accepted behind the command; absent, it must not undo the one before it.
-    command.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks")
-    bench.add_arguments(command)
-    command.set_defaults(run=bench.run, prog=command.prog)
+    for name, module, text, description in (
+        (
+            "bench",
+            bench,
+            "what a publish costs here, beside its limit and other ways",
+            "Publish a model to embedded engines on this machine and print what it cost.",
+        ),
+        (
+            "doctor",
+            doctor,
+            "which engine answers at an address, and what a publish to it guarantees",
+            "Ask an engine what it is, what a publish to it guarantees, and what is missing. Changes nothing.",
+        ),
+    ):
+        command = commands.add_parser(name, help=text, description=description)
+        # Also accepted behind the command; absent, it must not undo the one before it.
+        command.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks")
+        module.add_arguments(command)
+        command.set_defaults(run=module.run, prog=command.prog)
     return parser
 
 

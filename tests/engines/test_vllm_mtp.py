@@ -176,7 +176,7 @@ def test_the_control_api_asks_for_the_key_and_other_ways_to_the_weights_are_clos
 def test_status_says_what_the_engine_is(server: Server) -> None:
     publish(server, 1)
     status = server.status()
-    assert (status["kind"], status["engine_version"], status["world_size"]) == ("vllm", "0.32.0", 1)
+    assert (status["engine_kind"], status["engine_version"], status["world_size"]) == ("vllm", "0.32.0", 1)
     assert (status["speculation"], status["draft"], status["evidence"]) == ("mtp", "bound", "tested")
     assert status["versions"] == {"target": 1, "draft[0]": 1}
     assert status["fenced"] is None

@@ -176,7 +176,7 @@ class Leader:
         facts = self.facts
         return {
             "engine": self.name,
-            "kind": "vllm",
+            "engine_kind": "vllm",
             "engine_version": facts.version,
             "instance": self.instance,
             "world_size": facts.world_size,
@@ -192,6 +192,7 @@ class Leader:
             "asleep": sorted(self.asleep),
             "speculation": facts.method,
             "draft": "bound" if facts.has_draft and self._bound else "not bound yet" if facts.has_draft else None,
+            "row": facts.row.versions,
             "evidence": facts.row.evidence,
             "how": facts.row.how,
             "speculation_counts": dict(self.rpc.counts()),
