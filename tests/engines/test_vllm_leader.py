@@ -164,8 +164,10 @@ def test_a_prefix_cache_that_cannot_be_reset_keeps_the_fence(store: HostedStore,
     leader.receive(call_of(store))
     assert leader.fenced is None
     rpc.flushes = []
-    with pytest.raises(errors.EngineFenced, match="refused to reset its prefix cache"):
+    with pytest.raises(errors.EngineError, match="refused to reset its prefix cache"):
         leader.receive(call_of(store, 1))
+    assert "refused to reset" in str(leader.fenced)
+    assert "resume" not in rpc.did[rpc.did.index("resume") + 1 :]
     assert leader.versions == {"target": None, "draft[0]": None}
 
 

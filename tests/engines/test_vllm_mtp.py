@@ -27,6 +27,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         server.close()
 
 
+@pytest.fixture(autouse=True)
+def without_faults(server: Server) -> Iterator[None]:
+    yield
+    server.fail()
+
+
 def publish(server: Server, version: int, scope: str = "both", **config: object) -> object:
     with server.publisher(models.Weights(DRAFT, version), **config) as p:
         return p.publish(version, scope, force=True)

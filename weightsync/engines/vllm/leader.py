@@ -262,8 +262,12 @@ class Leader:
             elif was is not None and not call.full:
                 self._stay_fenced(call, f"it did not lift an earlier fence: {was}")
             else:
-                # At once, not when the coordinator says commit: it may be dead, and the decision is final.
-                self._committed = ((call.run_id, call.epoch, call.seq), self._switch(call))
+                try:
+                    # At once, not when the coordinator says commit: it may be dead, and the decision is final.
+                    self._committed = ((call.run_id, call.epoch, call.seq), self._switch(call))
+                except errors.WeightSyncError as e:
+                    self._stay_fenced(call, str(e))
+                    raise
             return self._reply(acks)
 
     def commit(self, call: PublishCall) -> dict[str, Any]:
@@ -291,17 +295,21 @@ class Leader:
                 break
             time.sleep(FLUSH_WAIT_S if attempt + 1 < FLUSH_TRIES else 0)
         else:
-            self._stay_fenced(call, f"vLLM refused to reset its prefix cache {FLUSH_TRIES} times")
-            raise self.fence_error()
+            raise errors.EngineError(
+                f"engine {self.name}: commit: vLLM refused to reset its prefix cache {FLUSH_TRIES} times: requests "
+                "that hold blocks of the old version still run; publish again, with pause_mode='keep' or 'abort'",
+                engine=self.name,
+                phase="commit",
+            )
         label = call.label if call.label is not None else str(call.version)
         self._do("commit", lambda: self.rpc.set_version(label, deadline_s))
         running = set(self.rpc.running())
         spanning = [{"id": i} for i in self._kept if i in running]
+        self._do("commit", lambda: self.rpc.resume(deadline_s))
         for runner in self._in_scope(call):
             self.versions[runner] = call.version
         self.label = call.label
         self.fenced = None
-        self._do("commit", lambda: self.rpc.resume(deadline_s))
         self._pause_mode, self._kept = None, []
         return {
             "version": call.version,

@@ -141,7 +141,11 @@ class Fence:
                 status.append(message["status"])
             await send(message)
 
-        leader = self._leader if self._leader is not None else self._make_leader(scope)
+        try:
+            leader = self._leader if self._leader is not None else self._make_leader(scope)
+        except errors.UnsupportedError:
+            await self.app(scope, receive, send)  # never published to: there is no version to lose
+            return
         query = urllib.parse.parse_qs(scope.get("query_string", b"").decode())
         await self.app(scope, receive, watch)
         if status[:1] != [200]:
