@@ -64,6 +64,13 @@ def test_mtp_equals_the_reference_and_leaves_the_backbone_alone(case):
             assert copies[result["tp_rank"]] == result["first_sum"]
 
 
+@pytest.mark.parametrize(
+    ("world_size", "name"), [(size, name) for size, names in megatron_ranks.TRAPS.items() for name in names]
+)
+def test_what_stock_gets_wrong_is_right_with_the_hook(world_size, name):
+    assert seen(world_size, name) == [None] * world_size  # asserted where the model is
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_the_kernel_on_vocabulary_shards_equals_the_whole_vocabulary(world_size):
     for result in seen(world_size, f"kernel-{world_size}"):

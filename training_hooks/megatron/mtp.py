@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from training_hooks.alignment import MTPTargets
 from training_hooks.errors import AlignmentError, HookError, SettingsError
-from training_hooks.megatron.probe import MTPModel, find_models
+from training_hooks.megatron.probe import INSTALLED, MTPModel, find_models
 from training_hooks.vocab_parallel import DEFAULT_CHUNK_BYTES, row_losses
 
 __all__ = ["MTPConfig", "MTPHook", "install_mtp"]
@@ -98,8 +98,6 @@ class MTPHook:
         if self._model is None:
             return
         module = self._model.module
-        if hasattr(vars(module).get("_postprocess"), "training_hooks_mtp"):
-            raise HookError("MTP training is installed in this model already: remove the first hook")
         self._tp: Any = getattr(getattr(module, "pg_collection", None), "tp", None)
         if self._tp is None:
             self._tp = parallel_state.get_tensor_model_parallel_group()
@@ -274,7 +272,7 @@ class MTPHook:
             finally:
                 module.config = config
 
-        postprocess.training_hooks_mtp = self  # type: ignore[attr-defined]
+        setattr(postprocess, INSTALLED, True)
         return postprocess
 
     def _with_mtp(self, module: Any, call: dict[str, Any], targets: MTPTargets) -> torch.Tensor:

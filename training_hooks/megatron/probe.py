@@ -13,7 +13,10 @@ from typing import Any
 
 from training_hooks.errors import HookError, SettingsError
 
-__all__ = ["MTPModel", "check_mtp_settings", "find_models"]
+__all__ = ["INSTALLED", "MTPModel", "check_mtp_settings", "find_models"]
+
+INSTALLED = "training_hooks_mtp"
+"""Attribute of a method that the hook put in place of the model's own."""
 
 _POSTPROCESS_NEEDS = {"hidden_states", "mtp_in_postprocess", "labels"}
 _LAYER_NEEDS = {"embedding", "hidden_states"}
@@ -90,6 +93,8 @@ def find_models(chunks: Iterable[Any]) -> list[MTPModel]:
 
 
 def _probe(module: Any) -> MTPModel:
+    if hasattr(module._postprocess, INSTALLED):
+        raise HookError("MTP training is installed in this model already: remove the first hook")
     needs = _POSTPROCESS_NEEDS - set(inspect.signature(module._postprocess).parameters)
     if needs:
         raise HookError(f"{type(module).__name__}._postprocess takes no {sorted(needs)}: this Megatron-Core is unknown")
