@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import os
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ from checkpoint.format.files import STEP_BYTES, FileRecord, new_digest
 from checkpoint.format.folder import TorchDistReader
 from checkpoint.format.index import dump_metadata
 from checkpoint.layout import committed_path
+from checkpoint.process import child_environment
 from checkpoint.seals import CommitRecord, index_from_seals, read_commit
 
 __all__ = ["DrainProcess", "DrainQueue", "DrainReport", "drain", "main", "open_durable"]
@@ -191,15 +191,12 @@ class DrainProcess:
         self.step = step
         self._outcome: DrainReport | str | None = None
         order = {"root": str(root), "step": step, "url": url, "bytes_per_s": bytes_per_s}
-        package_root = str(Path(__file__).resolve().parents[1])
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        env["PYTHONPATH"] = os.pathsep.join([package_root, *filter(None, [env.get("PYTHONPATH")])])
         self._process = subprocess.Popen(
             [sys.executable, "-c", "from checkpoint.drain import main; main()", json.dumps(order)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             cwd="/",
-            env=env,
+            env=child_environment(),
         )
 
     def poll(self) -> DrainReport | str | None:

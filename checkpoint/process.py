@@ -20,7 +20,7 @@ from typing import Any
 from checkpoint.errors import WriterLost
 from checkpoint.staging import Staging
 
-__all__ = ["WriterProcess"]
+__all__ = ["WriterProcess", "child_environment"]
 
 PROGRAM = "from checkpoint.writer import main; main()"
 _LAUNCHER = ("TORCHELASTIC", "LOCAL_", "GROUP_", "ROLE_", "MASTER_")
@@ -38,11 +38,6 @@ class WriterProcess:
 
     def __init__(self, start: dict[str, Any]) -> None:
         self._channel, theirs = socket.socketpair()
-        package_root = str(Path(__file__).resolve().parents[1])
-        # The rank's environment names its place in the job; a process that reads it could join in by accident.
-        env = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER) and k not in ("RANK", "WORLD_SIZE")}
-        env.update(PYTHONPATH=os.pathsep.join([package_root, *filter(None, [env.get("PYTHONPATH")])]))
-        env.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", PROGRAM, str(theirs.fileno())],
@@ -50,7 +45,7 @@ class WriterProcess:
                 stdout=sys.stderr.fileno() if _has_fileno(sys.stderr) else None,
                 pass_fds=(theirs.fileno(),),
                 cwd="/",  # a module of the user's folder named `checkpoint` or `torch` must not be taken instead
-                env=env,
+                env=child_environment(),
             )
         finally:
             theirs.close()
@@ -156,6 +151,20 @@ class WriterProcess:
                 self.process.wait(1.0)
         self._closed = True
         self._channel.close()
+
+
+def child_environment() -> dict[str, str]:
+    """For processes that this package starts: they find it, take one thread per operator and no GPU.
+
+    The rank's variables, which name its place in the job, are left out: a process that reads them could join in by
+    accident.
+    """
+    env = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER) and k not in ("RANK", "WORLD_SIZE")}
+    package_root = str(Path(__file__).resolve().parents[1])
+    env["PYTHONPATH"] = os.pathsep.join([package_root, *filter(None, [env.get("PYTHONPATH")])])
+    env["OMP_NUM_THREADS"] = "1"
+    env["CUDA_VISIBLE_DEVICES"] = ""
+    return env
 
 
 def _has_fileno(stream: Any) -> bool:
