@@ -80,7 +80,7 @@ def test_ranks_that_fail_are_named_and_the_next_publish_heals(server: Server, ra
     server.serves(2)
 
 
-def test_a_server_killed_in_mid_publish_is_named_and_rejoins_after_a_restart(server: Server) -> None:
+def test_a_server_killed_in_mid_publish_is_named(server: Server) -> None:
     publish(server, 1)
     source = models.Weights(DRAFT, 2)
     killed = threading.Event()
@@ -90,10 +90,20 @@ def test_a_server_killed_in_mid_publish_is_named_and_rejoins_after_a_restart(ser
         killed.set()
 
     source.at[20] = kill
-    with server.publisher(source) as p:
-        with pytest.raises(errors.PublishAborted, match="vllm"):
-            p.publish(2)
-        assert killed.is_set()
-        server.start(1)
+    with server.publisher(source) as p, pytest.raises(errors.PublishAborted, match="vllm"):
+        p.publish(2)
+    assert killed.is_set()
+
+
+@pytest.fixture(scope="module")
+def restarted(server: Server) -> Server:
+    """The server that the test above has killed, started anew from version 1."""
+    server.start(1)
+    return server
+
+
+def test_a_restarted_server_rejoins(restarted: Server) -> None:
+    assert set(restarted.status()["versions"].values()) == {None}
+    with restarted.publisher(models.Weights(DRAFT, 2)) as p:
         assert p.publish(2).outcome == "committed"
-    server.serves(2)
+    restarted.serves(2)
