@@ -105,6 +105,9 @@ class _Writer:
             self.hosts = {int(k): v for k, v in start["hosts"].items()}
         self.node = self.nodes[self.rank]
         self.leader = self.node == self.rank
+        if self.leader:
+            # Seconds of imports: now, not between the last seal and the commit of the first save.
+            dump_metadata(Index(tensors={}, objects={}))
         threading.Thread(target=self._show_life, daemon=True).start()
         threading.Thread(target=self._report, daemon=True).start()
         self.tell({"event": "ready", "nodes": self.nodes, "hosts": self.hosts})
@@ -520,8 +523,6 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     torch.serialization.set_crc32_options(False)
-    # Seconds of imports: now, not between the last seal and the commit of the first save.
-    dump_metadata(Index(tensors={}, objects={}))
     channel = socket.socket(fileno=int(sys.argv[1]))
     first = _receive(channel)
     if first is None:

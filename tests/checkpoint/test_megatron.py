@@ -49,28 +49,31 @@ def check(results, names):
 
 @pytest.mark.multiproc
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_two_ranks_save_without_a_collective_what_stock_saves_and_stock_loads_it_in_every_layout(tmp_path):
     pytest.importorskip("megatron.core", reason="needs Megatron-Core")
     names = ["tp2 plain", "pp2 plain", "dp2 gathered", "dp2 distributed", "tp2 dp_reshardable"]
-    results = spawn_ranks(megatron_ranks.cases, 2, args=(str(tmp_path), names), gloo=True, deadline_s=110)
+    results = spawn_ranks(megatron_ranks.cases, 2, args=(str(tmp_path), names), gloo=True, deadline_s=200)
     check(results, names)
 
 
 @pytest.mark.multiproc
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_four_ranks_save_without_a_collective_what_stock_saves_and_stock_loads_it_in_every_layout(tmp_path):
     pytest.importorskip("megatron.core", reason="needs Megatron-Core")
     names = ["tp2pp2 plain", "tp2dp2 distributed"]
-    results = spawn_ranks(megatron_ranks.cases, 4, args=(str(tmp_path), names), gloo=True, deadline_s=110)
+    results = spawn_ranks(megatron_ranks.cases, 4, args=(str(tmp_path), names), gloo=True, deadline_s=200)
     check(results, names)
 
 
 @pytest.mark.multiproc
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_loading_falls_back_from_damage_to_durable_and_older_and_says_why(tmp_path):
     pytest.importorskip("megatron.core", reason="needs Megatron-Core")
     root, durable = tmp_path / "root", tmp_path / "durable"
-    ranks = spawn_ranks(megatron_ranks.ladder, 2, args=(str(root), str(durable)), gloo=True, deadline_s=100)
+    ranks = spawn_ranks(megatron_ranks.ladder, 2, args=(str(root), str(durable)), gloo=True, deadline_s=200)
     assert "no word from rank 1 on" in ranks[0]["silent"]
     for found in ranks:
         assert found["newest"] == (3, "local", True, [])
@@ -93,12 +96,13 @@ def test_loading_falls_back_from_damage_to_durable_and_older_and_says_why(tmp_pa
 
 @pytest.mark.multiproc
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_nodes_with_own_disks_load_what_stock_cannot(tmp_path):
     pytest.importorskip("megatron.core", reason="needs Megatron-Core")
     roots = [tmp_path / f"node{i}" for i in range(2)]
     for path in roots:
         path.mkdir()
-    results = spawn_ranks(megatron_ranks.node_local, 2, args=([str(r) for r in roots],), gloo=True, deadline_s=100)
+    results = spawn_ranks(megatron_ranks.node_local, 2, args=([str(r) for r in roots],), gloo=True, deadline_s=200)
     assert [r["stock has metadata"] for r in results] == [True, False]
     for found in results:
         assert found["own node"]
