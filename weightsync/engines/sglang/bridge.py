@@ -35,8 +35,8 @@ from weightsync.protocol import PublishCall
 
 __all__ = ["Bridge", "answer"]
 
-LEASE_TICKS = 32
-"""Iterations of the scheduler's loop from one look at the clock to the next, while paused."""
+LEASE_TICKS = 8
+"""Iterations of the scheduler's loop from one look at rank 0's clock to the next, while paused."""
 PAUSE_MODES = ("abort", "wait", "keep")
 
 _Reply = dict[str, Any]
@@ -65,8 +65,8 @@ class Bridge:
 
     def __init__(self, scheduler: Any, row: Internals) -> None:
         self.scheduler, self.row = scheduler, row
-        group = scheduler.weight_updater.tp_cpu_group if hasattr(scheduler, "weight_updater") else scheduler.tp_cpu_group
-        self._cpu_group = group
+        owner = scheduler.weight_updater if hasattr(scheduler, "weight_updater") else scheduler
+        self._cpu_group = group = owner.tp_cpu_group
         self.rank, self.world_size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
         self._problems = unsupported(scheduler, row)
         self.runners: list[ModuleRunner] = [] if self._problems else find_runners(scheduler, row)
@@ -299,7 +299,8 @@ class Bridge:
         """Whoever paused for a publish never began it. By rank 0's clock, asked by all ranks in the same iteration."""
         assert self._lease_end is not None
         self._ticks += 1
-        return self._ticks % LEASE_TICKS == 0 and bool(self._gather(time.monotonic() >= self._lease_end)[0])
+        every = LEASE_TICKS if self.world_size > 1 else 1
+        return self._ticks % every == 0 and bool(self._gather(time.monotonic() >= self._lease_end)[0])
 
     def _admit(self, recv_reqs: list[Any]) -> list[Any]:
         through = []

@@ -28,10 +28,10 @@ POLL_S = 0.02
 CALL_S = 5.0
 """Least time for one more call, when a deadline is nearly over: an engine in mid-step answers only after it."""
 _SENTINEL: Mapping[str, Any] = {
-    # A server without the bridge tries to join this group. Without a port it gives up before it touches the network; at
-    # an address where nobody listens it would try again until its timeout, and serve nobody meanwhile.
+    # A server without the bridge tries to join this group. That this is no port it finds before it touches the network;
+    # at an address where nobody listens it would try again until its timeout, and serve nobody meanwhile.
     "master_address": "127.0.0.1",
-    "master_port": 0,
+    "master_port": 65536,
     "rank_offset": 1,
     "world_size": 2,
     "backend": BACKEND,
