@@ -33,7 +33,8 @@ class RowLosses:
     """Per row, in float32 (float64 for float64 logits); zero outside of the mask; None where its input was not given.
 
     `hard`: -log q(label). `soft`: -sum_v p(v) log q(v), for p the teacher's distribution. `l1`: sum_v |p(v) - q(v)|,
-    between 0 and 2. `accept` (no gradient): sum_v min(p(v), q(v)), the probability that speculative sampling accepts.
+    between 0 and 2. `accept` (no gradient): sum_v min(p(v), q(v)), the probability that speculative sampling accepts,
+    with p times the teacher's mass where that is given.
     `correct` (no gradient, bool): the label, or the teacher's largest logit if there is no label, is among the
     draft's largest.
     """
@@ -51,6 +52,7 @@ def row_losses(
     *,
     labels: torch.Tensor | None = None,
     teacher_logits: torch.Tensor | None = None,
+    teacher_log_mass: torch.Tensor | None = None,
     group: dist.ProcessGroup | None = None,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
 ) -> RowLosses:
@@ -60,6 +62,8 @@ def row_losses(
         mask: bool [...], the supervised rows.
         labels: int64 [...], ids in the whole vocabulary; needed for `hard`.
         teacher_logits: same shape as `logits`; needed for `soft`, `l1` and `accept`.
+        teacher_log_mass: [...], log of the probability that the teacher gives to this vocabulary as a whole, if the
+            draft's is a part of the teacher's; only `accept` depends on it.
         group: ranks that hold the vocabulary, in order and in equal shards; None: this rank holds all of it.
         chunk_bytes: bound of the temporaries of one chunk, at least one row.
 
@@ -74,6 +78,7 @@ def row_losses(
         ("mask", mask, rows),
         ("labels", labels, rows),
         ("teacher_logits", teacher_logits, logits.shape),
+        ("teacher_log_mass", teacher_log_mass, rows),
     ):
         if tensor is not None and tensor.shape != shape:
             raise SettingsError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(shape)}")
@@ -90,6 +95,7 @@ def row_losses(
     hard, soft, l1, accept, correct = _RowLosses.apply(  # type: ignore[no-untyped-call]
         logits.reshape(-1, vocab),
         None if teacher_logits is None else teacher_logits.reshape(-1, vocab),
+        None if teacher_log_mass is None else teacher_log_mass.detach().reshape(-1),
         flat_labels,
         flat_mask,
         None if size == 1 else group,
@@ -112,6 +118,7 @@ class _RowLosses(torch.autograd.Function):
         ctx: Any,
         logits: torch.Tensor,
         teacher: torch.Tensor | None,
+        log_mass: torch.Tensor | None,
         labels: torch.Tensor | None,
         mask: torch.Tensor,
         group: dist.ProcessGroup | None,
@@ -129,8 +136,9 @@ class _RowLosses(torch.autograd.Function):
         _reduce(total, dist.ReduceOp.SUM, group)
         lse = top + total.log()
 
-        # Of each row: the label's logit, <p, z>, |p - q|_1, <q, sign(q - p)>, is the label (or top token) at the top.
-        sums = torch.zeros(5, logits.shape[0], dtype=top.dtype, device=logits.device)
+        # Of each row: the label's logit, <p, z>, |p - q|_1, <q, sign(q - p)>, is the label (or top token) at the top,
+        # sum of min(mass * p, q).
+        sums = torch.zeros(6, logits.shape[0], dtype=top.dtype, device=logits.device)
         for rows in _chunks(logits, chunk_bytes):
             z = _clean(logits, mask, rows)
             if labels is not None:
@@ -146,6 +154,9 @@ class _RowLosses(torch.autograd.Function):
                 p = zt.sub_(lse[1, rows, None]).exp_()
                 sums[1, rows] = torch.linalg.vecdot(p, z)
                 q = z.sub_(lse[0, rows, None]).exp_()
+                if log_mass is not None:
+                    mass = torch.where(mask[rows], log_mass[rows], 0).to(p.dtype).exp_()
+                    sums[5, rows] = torch.minimum(p * mass[:, None], q).sum(1)
                 difference = torch.sub(q, p, out=p)
                 sums[2, rows] = difference.abs().sum(1)
                 sums[3, rows] = torch.linalg.vecdot(q, difference.sign_())
@@ -153,7 +164,7 @@ class _RowLosses(torch.autograd.Function):
         hard = torch.where(mask, lse[0] - sums[0], 0)
         soft = torch.where(mask, lse[0] - sums[1], 0)
         l1 = torch.where(mask, sums[2], 0)
-        accept = torch.where(mask, (1 - l1 / 2).clamp(0, 1), 0)
+        accept = torch.where(mask, (1 - l1 / 2 if log_mass is None else sums[5]).clamp(0, 1), 0)
         correct = mask & (sums[4] > 0)
         ctx.save_for_backward(logits, teacher, labels, mask, lse, sums[3])
         ctx.start, ctx.chunk_bytes = start, chunk_bytes
@@ -179,7 +190,7 @@ class _RowLosses(torch.autograd.Function):
                 here, index = _local(labels[rows], ctx.start, logits.shape[1])
                 grad.scatter_add_(1, index[:, None], torch.where(here, -g_hard[rows], 0)[:, None])
             out[rows] = grad.masked_fill_(~mask[rows, None], 0).to(out.dtype)
-        return out, None, None, None, None, None
+        return out, None, None, None, None, None, None
 
 
 def _math_dtype(tensor: torch.Tensor) -> torch.dtype:

@@ -110,6 +110,15 @@ def test_disjoint_distributions_have_distance_two_and_accept_nothing():
     assert (same.l1.item(), same.accept.item()) == (0.0, 1.0)
 
 
+def test_acceptance_counts_what_the_teacher_gives_to_tokens_that_the_draft_does_not_have():
+    draft, teacher, _, mask, _ = _case(vocab=12)
+    own = slice(2, 9)  # the draft's part of the teacher's vocabulary
+    log_mass = teacher[:, own].logsumexp(-1) - teacher.logsumexp(-1)
+    out = row_losses(draft[:, own], mask, teacher_logits=teacher[:, own], teacher_log_mass=log_mass)
+    want = torch.minimum(teacher.softmax(-1)[:, own], draft[:, own].softmax(-1)).sum(-1)
+    torch.testing.assert_close(out.accept[mask], want[mask], rtol=1e-12, atol=1e-14)
+
+
 def test_no_rows_and_no_supervised_rows_give_zero():
     draft, teacher, labels, mask, weights = _case()
     loss, out = _ours(draft, teacher, labels, torch.zeros_like(mask), weights)
