@@ -6,6 +6,12 @@ imports it in every process, and does not start if that fails. A package of mode
     import weightsync.engines.sglang.models
 """
 
+import sys
+
 from weightsync.engines.sglang.plugin import install
 
-install()
+__all__: list[str] = []
+
+# Outside of SGLang there is nothing to put it into: importing has no effect.
+if "sglang" in sys.modules:
+    install()
