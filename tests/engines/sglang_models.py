@@ -1,0 +1,81 @@
+"""Models for a real SGLang whose greedy tokens follow from their seed, as folders and as a source; float32.
+
+Version v's weights have seed v. The tokens of a prompt tell which version generates, and acceptance whether the draft
+is of the same one: 1.0 if it is, about 0 if not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from weightsync.embedded.config import ModelConfig, eagle3_config, resolve_config
+from weightsync.embedded.known import known_argmax, known_next, write_hf_folder
+from weightsync.sources.state_dict import StateDictSource
+
+PROMPT = [3, 4, 5]
+
+
+def config(draft: str) -> ModelConfig:
+    if draft == "mtp":
+        return resolve_config("tiny")
+    # An EAGLE3 drafter reads the inputs of three layers, of which SGLang cannot take the first one's.
+    return dataclasses.replace(resolve_config("tiny-llama"), num_layers=4)
+
+
+@functools.lru_cache(maxsize=8)
+def weights(draft: str, version: int) -> dict[str, dict[str, torch.Tensor]]:
+    """Role -> name -> tensor; `bfloat16` weights would generate wrong tokens under Triton's interpreter."""
+    return known_argmax(config(draft), seed=version, draft=draft, dtype=torch.float32)  # type: ignore[arg-type]
+
+
+def expected(draft: str, version: int, n: int) -> list[int]:
+    """What the target of `version` continues `PROMPT` with, from the definition of its weights alone."""
+    follows = known_next(config(draft), seed=version, draft=draft)  # type: ignore[arg-type]
+    tokens = [PROMPT[-1]]
+    for _ in range(n):
+        tokens.append(int(follows[tokens[-1]]))
+    return tokens[1:]
+
+
+def write_folders(folder: Path, draft: str, version: int) -> list[str]:
+    """Write `version` as SGLang loads it from disk; returns the launch options that name it."""
+    tensors, target = weights(draft, version), config(draft)
+    options = ["--model-path", str(folder / "target"), "--speculative-num-steps", "1"]
+    options += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "2"]
+    if draft == "mtp":
+        # Transformers has no configuration class for MiMo, which is Qwen2 with an MTP layer.
+        _write(folder / "target", target, tensors["target"] | tensors["draft"], model_type="qwen2")
+        return [*options, "--speculative-algorithm", "NEXTN"]
+    _write(folder / "target", target, tensors["target"])
+    _write(
+        folder / "draft",
+        eagle3_config(target),
+        tensors["draft"],
+        model_type="llama",
+        architectures=["LlamaForCausalLMEagle3"],
+        eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": True},
+    )
+    return [*options, "--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(folder / "draft")]
+
+
+def _write(folder: Path, config: ModelConfig, tensors: Mapping[str, torch.Tensor], **changes: object) -> None:
+    write_hf_folder(folder, config, {name: t.clone() for name, t in tensors.items()})
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+class Weights(StateDictSource):
+    """The weights of `version`; `changes` replaces tensors by name."""
+
+    def __init__(self, draft: str, version: int, changes: Mapping[str, torch.Tensor] | None = None) -> None:
+        def role(name: str) -> dict[str, torch.Tensor]:
+            tensors = weights(draft, version)[name]
+            return tensors | {n: t for n, t in (changes or {}).items() if n in tensors}
+
+        super().__init__(lambda: role("target"), drafts={"draft": lambda: role("draft")})

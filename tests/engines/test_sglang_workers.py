@@ -1,0 +1,67 @@
+"""Every kind of SGLang's speculative workers, built in a process of its own and published to from one receive."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines import sglang_models as models
+from tests.engines.sglang_server import ROOT, environment, python_of
+
+pytestmark = [pytest.mark.engine, pytest.mark.multiproc, pytest.mark.timeout(400)]
+
+
+def published(release: str, kind: str, folder: Path) -> dict[str, Any]:
+    """What `sglang_inprocess` says."""
+    model = folder / "model"
+    if kind == "v2":
+        models.write_folders(folder, "mtp", 1)
+        model = folder / "target"
+    command = [str(python_of(release)), "-m", "tests.engines.sglang_inprocess", kind, str(model)]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment(folder),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return said
+
+
+@pytest.mark.parametrize(
+    ("release", "kind", "worker"),
+    [
+        ("0.5.10.post1", "layers-v1", "MultiLayerEagleWorker"),
+        ("0.5.10.post1", "layers-v2", "MultiLayerEagleWorkerV2"),
+        ("0.5.23", "layers-v2", "MultiLayerEagleWorkerV2"),
+    ],
+)
+def test_every_step_gets_its_own_layer_from_one_receive(release: str, kind: str, worker: str, tmp_path: Path) -> None:
+    said = published(release, kind, tmp_path)
+    assert (said["worker"], said["outcome"]) == (worker, "committed")
+    assert said["bytes"] == [[said["wire_bytes"]]]
+    assert set(said["loaded"]) == {"target", "draft[0]", "draft[1]"}
+    assert said["embed"]
+    assert said["shared"] == [True, True]
+    # Row i: whether step i holds the projection of layer 0, 1.
+    assert said["steps"] == [[True, False], [False, True]]
+    # Pinned: loaded by name, as SGLang's own fan-out does, step 0 ends with the last layer.
+    assert said["steps_by_name"][0] == [False, True]
+
+
+def test_the_second_generation_of_workers_of_the_oldest_release(tmp_path: Path) -> None:
+    said = published("0.5.10.post1", "v2", tmp_path)
+    assert (said["worker"], said["outcome"]) == ("EAGLEWorkerV2", "committed")
+    assert said["bytes"] == [[said["wire_bytes"]]]
+    assert set(said["loaded"]) == {"target", "draft[0]"}
+    assert said["embed"]
+    assert said["shared"] == [True]
+    assert said["steps"] == [True]
