@@ -8,15 +8,17 @@ CONSTRAINTS := requirements/constraints.txt
 # Real engines have environments of their own; tests start them there.
 VLLM := .venv-vllm/bin
 VLLM_READY := .venv-vllm/.ready
+SGLANG_READY := .venv-sglang-0510/.ready .venv-sglang-0523/.ready
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help venv vllm demo test fast lint format bench
+.PHONY: help venv vllm sglang demo test fast lint format bench
 
 help:
 	@echo 'make venv    make .venv with everything that development needs'
 	@echo 'make vllm    make .venv-vllm, in which tests run a real vLLM on the CPU'
+	@echo 'make sglang  make .venv-sglang-0510 and .venv-sglang-0523, likewise for SGLang'
 	@echo 'make demo    train a tiny model and publish every step to two engines'
 	@echo 'make test    all tests'
 	@echo 'make fast    tests without processes, engines and slow ones (ARGS=... goes to pytest)'
@@ -42,10 +44,19 @@ $(VLLM_READY): pyproject.toml requirements/vllm.txt
 	$(VLLM)/python -m pip install --quiet --no-deps --editable .
 	touch $@
 
+sglang: $(SGLANG_READY)
+
+.venv-sglang-0510/.ready: requirements/sglang-0.5.10.txt
+.venv-sglang-0523/.ready: requirements/sglang-0.5.23.txt
+$(SGLANG_READY):
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --no-deps --requirement $<
+	touch $@
+
 demo: $(READY)
 	$(BIN)/python -m examples.demo $(ARGS)
 
-test: $(READY) $(VLLM_READY)
+test: $(READY) $(VLLM_READY) $(SGLANG_READY)
 	$(BIN)/python -m pytest $(ARGS)
 
 fast: $(READY)
