@@ -29,12 +29,22 @@ TRAPS = {
     2: ("stock_packed_roll_reads_the_unpadded_lengths", "stock_means_are_means_of_means"),
 }
 
+# Names of `capture_ranks.LAYOUTS`, for the same reason.
+CAPTURES = {
+    1: ("single_permuted",),
+    2: ("pp2_uneven", "pp2_vpp2_permuted", "tp2_sp", "tp2", "cp2_thd", "cp2_bshd", "dp2"),
+    4: ("tp2_pp2_sp", "tp2_cp2_sp"),
+}
+BITWISE = ("single_permuted", "pp2_uneven", "pp2_vpp2_permuted", "dp2")
+"""Nothing in these layouts changes the order of a sum."""
+
 
 def main(rank, world_size, names=None):
     """{scenario: result} of this rank; with `names`, of those scenarios only."""
-    from tests.training_hooks import kernel_ranks, mcore, traps
+    from tests.training_hooks import capture_ranks, kernel_ranks, mcore, traps
 
     scenarios: dict = {c.name: (matrix.run_case, c) for c in matrix.CASES if matrix.ranks_of(c) == world_size}
+    scenarios |= {f"capture-{name}": (capture_ranks.check, name) for name in CAPTURES[world_size]}
     scenarios |= {f"kernel-{world_size}": (kernel_ranks.check, rank)}
     scenarios |= {name: (getattr(traps, name), rank) for name in TRAPS.get(world_size, ())}
     seen = {}

@@ -71,6 +71,15 @@ def test_what_stock_gets_wrong_is_right_with_the_hook(world_size, name):
     assert seen(world_size, name) == [None] * world_size  # asserted where the model is
 
 
+@pytest.mark.parametrize(
+    ("world_size", "name"), [(size, name) for size, names in megatron_ranks.CAPTURES.items() for name in names]
+)
+def test_captured_rows_are_those_of_a_single_process(world_size, name):
+    worst = [w for w in seen(world_size, f"capture-{name}") if w is not None]
+    assert len(worst) == (2 if name == "dp2" else 1)  # one collecting rank per replica
+    assert max(worst) <= (0.0 if name in megatron_ranks.BITWISE else 1e-12)
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_the_kernel_on_vocabulary_shards_equals_the_whole_vocabulary(world_size):
     for result in seen(world_size, f"kernel-{world_size}"):
