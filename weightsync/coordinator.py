@@ -27,7 +27,7 @@ from weightsync.acks import GRACE_S, AckBoard, Member, StepFailed, start_call
 from weightsync.engine.routing import check_union
 from weightsync.manifest import Manifest
 from weightsync.protocol import PROTOCOL_VERSION, Keys, PublishCall, TrainerKeys
-from weightsync.report import EngineOutcome, EngineReport, Measurements, Outcome, PublishReport
+from weightsync.report import EngineOutcome, EngineReport, Measurements, Outcome, PublishReport, acceptance
 from weightsync.request import Request, Scope
 from weightsync.store import decide
 
@@ -57,6 +57,9 @@ class Coordinator:
         self._board = AckBoard(hosted.store, config.heartbeat_s)
         self._members: list[Member] = []
         self._excluded: dict[str, str] = {}
+        # Instance -> its counters of speculation at the last commit, and at the one before this publish.
+        self._counted: dict[str, Mapping[str, float]] = {}
+        self._counted_before: dict[str, Mapping[str, float]] = {}
         self._manifest: Manifest | None = None
         self._entered_receive = False
         self._paused = False
@@ -103,6 +106,7 @@ class Coordinator:
             A finished `noop` report if every engine holds the version already, else None.
         """
         self._members, self._manifest = [], manifest
+        self._counted_before = dict(self._counted)
         self._entered_receive = self._paused = False
         self._gather_statuses(request)
         if not request.force and all(self._holds(m, request) for m in self._members):
@@ -211,6 +215,7 @@ class Coordinator:
             try:
                 reply = future.result(request.deadline_s + 1)
                 m.kept = tuple(reply.get("spanning", m.kept))
+                self._counted[str(m.status["instance"])] = reply.get("speculation_counts") or {}
             except (errors.WeightSyncError, concurrent.futures.TimeoutError) as e:
                 lost[m.name] = str(e) or f"engine {m.name}: commit: no answer within {request.deadline_s:g} s"
         if lost:
@@ -272,6 +277,10 @@ class Coordinator:
                     num_tensors=max((a.num_tensors for a in prepared.values()), default=0),
                     loaded=prepared[0].loaded if 0 in prepared else {},
                     spanning_requests=m.kept if outcome == "committed" else (),
+                    speculation=acceptance(
+                        self._counted_before.get(str(m.status["instance"]), {}),
+                        m.status.get("speculation_counts") or {},
+                    ),
                 )
             )
         engine_reports.extend(

@@ -7,9 +7,10 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from weightsync.protocol import plain
 from weightsync.timeline import PHASES
 
-__all__ = ["EngineReport", "Measurements", "PublishReport"]
+__all__ = ["EngineReport", "Measurements", "PublishReport", "acceptance"]
 
 Outcome = Literal["committed", "noop", "refused", "aborted"]
 EngineOutcome = Literal["committed", "noop", "untouched", "fenced", "dropped", "lost"]
@@ -34,6 +35,9 @@ class EngineReport:
     """Runner -> tensors loaded, of rank 0."""
     spanning_requests: tuple[Mapping[str, Any], ...] = ()
     """Requests that were kept running and so span two versions (pause mode `keep`)."""
+    speculation: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """`spec_accept_rate` and `spec_accept_length` (tokens per step) of what was generated since this publisher's last
+    commit (before its first: since the engine's start), by the engine's counters; empty without any."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,20 +72,22 @@ class PublishReport:
     """Spans of every process, if tracing: `process`, `name`, `start_s`, `dur_s`, `args`."""
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+        return json.dumps({**plain(self), "engines": [plain(e) for e in self.engines]}, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> PublishReport:
         obj = json.loads(text)
         obj["engines"] = tuple(
-            EngineReport(
-                **{
-                    **e,
-                    "bytes_received": tuple(e["bytes_received"]),
-                    "spanning_requests": tuple(e["spanning_requests"]),
-                }
-            )
-            for e in obj["engines"]
+            [
+                EngineReport(
+                    **{
+                        **e,
+                        "bytes_received": tuple(e["bytes_received"]),
+                        "spanning_requests": tuple(e["spanning_requests"]),
+                    }
+                )
+                for e in obj["engines"]
+            ]
         )
         obj["events"] = tuple(obj["events"])
         return cls(**obj)
@@ -98,6 +104,10 @@ class PublishReport:
             "attempts": float(self.attempts),
         }
         out |= {f"seconds_{p}": self.phases[p] for p in PHASES if p in self.phases}
+        for key in ("spec_accept_length", "spec_accept_rate"):
+            values = [e.speculation[key] for e in self.engines if key in e.speculation]
+            if values:
+                out[key] = sum(values) / len(values)
         return {prefix + k: v for k, v in out.items()}
 
 
@@ -119,3 +129,13 @@ class Measurements:
         self.events.extend({"process": process, **e} for e in timeline.get("events") or ())
         if peak_extra_bytes is not None:
             self.peaks[process] = peak_extra_bytes
+
+
+def acceptance(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
+    """`EngineReport.speculation` from two readings of `drafts`, `draft_tokens` and `accepted_tokens`."""
+    drafts, proposed, accepted = (
+        now.get(k, 0.0) - before.get(k, 0.0) for k in ("drafts", "draft_tokens", "accepted_tokens")
+    )
+    if drafts <= 0 or proposed <= 0:
+        return {}
+    return {"spec_accept_rate": accepted / proposed, "spec_accept_length": 1.0 + accepted / drafts}

@@ -107,3 +107,10 @@ def test_a_restarted_server_rejoins(restarted: Server) -> None:
     with restarted.publisher(models.Weights(DRAFT, 2)) as p:
         assert p.publish(2).outcome == "committed"
     restarted.serves(2)
+
+
+def test_stock_vllm_answers_out_of_step_after_exceptions_on_two_ranks(restarted: Server) -> None:
+    # Why nothing of ours raises across its RPC. The answer of rank 1 stays unread, and is taken for the next one's.
+    for method in ("finish_weight_update", "test_facts"):
+        assert restarted.refused("/collective_rpc", {"method": method})[0] == 500
+    restarted.get("/health")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -10,7 +13,7 @@ import pytest
 import torch
 
 from tests.engines import vllm_models as models
-from tests.engines.vllm_server import Server
+from tests.engines.vllm_server import KEY, ROOT, Server
 from weightsync import errors
 
 pytestmark = [pytest.mark.engine, pytest.mark.multiproc, pytest.mark.timeout(400)]
@@ -132,6 +135,34 @@ def test_a_sender_that_fails_in_mid_stream_fences_and_the_same_publisher_heals(s
     server.serves(2)
 
 
+DYING_TRAINER = """
+import os, signal, sys
+from tests.engines import vllm_models as models
+from weightsync.config import PublishConfig
+from weightsync.engine.control import HttpControl
+from weightsync.publisher import Publisher
+
+source = models.Weights("mtp", 2)
+source.at[20] = lambda: os.kill(os.getpid(), signal.SIGKILL)
+config = PublishConfig(run_id="test", takeover=True, deadline_s=20, bucket_bytes=64 << 10)
+Publisher(source, [HttpControl(sys.argv[1], api_key=sys.argv[2])], config).publish(2, force=True)
+"""
+
+
+def test_a_trainer_that_dies_in_mid_publish_leaves_a_fence_that_the_next_one_lifts(server: Server) -> None:
+    publish(server, 1)
+    command = [sys.executable, "-c", DYING_TRAINER, server.url, KEY]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    end = time.monotonic() + 15
+    while "was not loaded completely" not in str(server.status()["fenced"]):
+        assert time.monotonic() < end, server.status()
+        time.sleep(0.05)
+    assert server.refused("/v1/completions", {"model": "m", "prompt": [1]})[0] == 503
+    publish(server, 2)
+    server.serves(2)
+
+
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
 def test_no_cached_prefix_survives_a_publish(server: Server, mode: str) -> None:
     publish(server, 1)
@@ -177,6 +208,22 @@ def test_the_control_api_asks_for_the_key_and_other_ways_to_the_weights_are_clos
         assert code == 501
         assert "/weightsync/v1" in text
     server.generate()
+
+
+def test_the_report_has_the_acceptance_of_the_version_that_was_replaced(server: Server) -> None:
+    source = models.Weights(DRAFT, 1)
+    with server.publisher(source) as p:
+        p.publish(1, force=True)
+        server.generate()
+        source.version = 2
+        good = p.publish(2, "target")
+        server.generate()
+        stale = p.publish(2)
+        silent = p.publish(3)
+    assert good.engines[0].speculation == {"spec_accept_rate": 1.0, "spec_accept_length": 2.0}
+    assert good.metrics()["weightsync/spec_accept_rate"] == 1.0
+    assert stale.engines[0].speculation["spec_accept_rate"] < 0.2
+    assert silent.engines[0].speculation == {}
 
 
 def test_status_says_what_the_engine_is(server: Server) -> None:

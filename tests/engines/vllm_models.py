@@ -29,7 +29,9 @@ SPECULATION = {
 
 
 def config(draft: str) -> ModelConfig:
-    return dataclasses.replace(resolve_config("tiny" if draft == "mtp" else "tiny-llama"), **SIZES)
+    """The target's shape. The one without a draft ties its output layer to the embedding."""
+    shape = resolve_config("tiny" if draft == "mtp" else "tiny-llama")
+    return dataclasses.replace(shape, **SIZES, tie_word_embeddings=draft == "ngram")
 
 
 @functools.lru_cache(maxsize=8)

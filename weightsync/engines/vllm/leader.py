@@ -28,6 +28,8 @@ PAUSE_MODES = ("abort", "wait", "keep")
 _PHASES: tuple[Phase, ...] = ("committed", "prepared", "connected", "preflight")
 SLACK_S = 5.0
 """How much longer than the ranks' own deadlines an RPC may take."""
+STORE_S = 3.0
+"""For the publisher's store to answer after a call."""
 FLUSH_TRIES = 20
 FLUSH_WAIT_S = 0.1
 
@@ -331,7 +333,8 @@ class Leader:
 
     def _acks(self, call: PublishCall) -> list[Ack | None]:
         """The last acknowledgement of every rank in this publish."""
-        store = connect_store(call.store_host, call.store_port, call.deadline_s)
+        # The ranks have just used it: it answers at once, or its trainer is gone.
+        store = connect_store(call.store_host, call.store_port, min(call.deadline_s, STORE_S))
         keys = Keys(call.run_id, call.epoch)
         acks: list[Ack | None] = []
         for rank in range(self.facts.world_size):

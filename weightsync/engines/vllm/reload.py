@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -73,8 +74,8 @@ class ReloadReceiver(Receiver):
             for j in routes.in_scope:
                 if i not in actions and spec.name in NOT_HELD and spec.role == self.runners[j].roles[0]:
                     actions[i] = (Action(i, j, DryLoad(spec.name)),)
-        parts = [s.tensor for bucket in manifest.buckets for s in bucket.segments]
-        split = {i for i in set(parts) if parts.count(i) > 1 and i in actions}
+        parts = collections.Counter(s.tensor for bucket in manifest.buckets for s in bucket.segments)
+        split = [i for i, n in parts.items() if n > 1 and i in actions]
         return ReloadRoutes(
             **{f.name: getattr(routes, f.name) for f in dataclasses.fields(Routes)}
             | {
@@ -154,6 +155,11 @@ class _Counter:
 
     def __init__(self, routes: Routes, runners: Sequence[Runner]) -> None:
         self._routes, self._runners = routes, runners
+        # Layer -> (runner, path with a dot behind it): a shared one is loaded through the first runner that holds it.
+        self._paths: dict[int, tuple[int, str]] = {}
+        for j in routes.in_scope:
+            for path, layer in runners[j].module.named_modules():
+                self._paths.setdefault(id(layer), (j, f"{path}." if path else ""))
 
     def counts(self) -> dict[tuple[int, int], dict[_Layers, int]]:
         """Raises `RoutingError` where the reload would put memory that was never loaded into live tensors."""
@@ -194,21 +200,13 @@ class _Counter:
                     f"layer {type(layer).__name__} has {made_anew}, of which one is tied to another layer's: the "
                     "reload would overwrite tied memory; such models are not supported on vLLM"
                 )
-            j, path = self._path(layer)
+            j, path = self._paths[id(layer)]
             lost = [n for n in made_anew if f"{j}:{path}{n}" not in written]
             if lost and len(layers) == 1:
                 raise RoutingError(
                     f"runner {self._runners[j].name}: {path}{lost[0]} would not be loaded while the rest of its layer "
                     "is, and vLLM's reload would leave it undefined: publish it, too"
                 )
-
-    def _path(self, layer: torch.nn.Module) -> tuple[int, str]:
-        """(runner, path with a dot behind it): a shared layer is loaded through the first runner that holds it."""
-        for j in self._routes.in_scope:
-            for path, module in self._runners[j].module.named_modules():
-                if module is layer:
-                    return j, f"{path}." if path else ""
-        raise AssertionError("a layer that is loaded is in a runner")
 
 
 def _equal_to(routes: Routes) -> dict[int, int]:
