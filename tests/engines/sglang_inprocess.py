@@ -118,7 +118,8 @@ def build(kind: str, folder: Path):
     options = {"enable_multi_layer_eagle": True, "disable_hybrid_swa_memory": True} if layers else {}
     args = ServerArgs(
         model_path=str(folder),
-        speculative_algorithm="EAGLE",
+        # EAGLE would choose the second generation by itself.
+        speculative_algorithm="NEXTN" if kind == "layers-v1" else "EAGLE",
         speculative_num_steps=STEPS if layers else 1,
         speculative_eagle_topk=1,
         speculative_num_draft_tokens=STEPS + 1 if layers else 2,

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.engines import sglang_models as models
+from tests.engines.sglang_stock import in_order
 from weightsync import errors
 from weightsync.config import PublishConfig
 from weightsync.engines.sglang.control import SglangControl
@@ -165,7 +166,7 @@ def stock_update(server: Server, tensors: dict[str, torch.Tensor], folder: Path)
         sessions = server.release != "0.5.10.post1"
         if sessions:
             assert server.post("/begin_weight_update")[0] == 200
-        names = sorted(tensors)
+        names = in_order(tensors)
         update = {
             "names": names,
             "dtypes": [str(tensors[n].dtype).removeprefix("torch.") for n in names],

@@ -1,4 +1,4 @@
-"""Rank 0 of SGLang's own update group, as its users build it: broadcasts every tensor of a file in order of names.
+"""Rank 0 of SGLang's own update group, as its users build it: broadcasts the tensors of a file.
 
     python -m tests.engines.sglang_stock PORT GROUP FILE
 
@@ -9,6 +9,7 @@ in torch until a process ends.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -16,6 +17,11 @@ from safetensors.torch import load_file
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, rendezvous
 
 TIMEOUT = timedelta(seconds=60)
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """As trainers have them: the output layer comes last."""
+    return sorted(names, key=lambda name: (name.startswith("lm_head"), name))
 
 
 def main(port: str, group: str, file: str) -> None:
@@ -26,8 +32,9 @@ def main(port: str, group: str, file: str) -> None:
     )
     options = dist.BroadcastOptions()
     options.rootRank = 0
-    for _, tensor in sorted(load_file(file).items()):
-        pg.broadcast([tensor], options).wait()
+    tensors = load_file(file)
+    for name in in_order(tensors):
+        pg.broadcast([tensors[name]], options).wait()
     # The other side leaves when it likes: this process holds the store.
     sys.stdin.read()
 

@@ -21,7 +21,11 @@ def published(release: str, kind: str, folder: Path) -> dict[str, Any]:
     if kind == "v2":
         models.write_folders(folder, "mtp", 1)
         model = folder / "target"
-    command = [str(python_of(release)), "-m", "tests.engines.sglang_inprocess", kind, str(model)]
+    return said_by(release, folder, "sglang_inprocess", kind, str(model))
+
+
+def said_by(release: str, folder: Path, module: str, *arguments: str) -> dict[str, Any]:
+    command = [str(python_of(release)), "-m", f"tests.engines.{module}", *arguments]
     done = subprocess.run(
         command,
         cwd=ROOT,
@@ -65,3 +69,14 @@ def test_the_second_generation_of_workers_of_the_oldest_release(tmp_path: Path) 
     assert said["embed"]
     assert said["shared"] == [True]
     assert said["steps"] == [True]
+
+
+def test_an_offline_engine_of_two_ranks_is_published_to_from_its_own_process(tmp_path: Path) -> None:
+    models.write_folders(tmp_path, "mtp", 1)
+    said = said_by("0.5.10.post1", tmp_path, "sglang_offline", str(tmp_path))
+    assert said["disk"] == [models.expected("mtp", 1, 6), 1.0]
+    assert said["version 2"] == [models.expected("mtp", 2, 6), 1.0]
+    assert said["world_size"] == 2
+    assert said["bytes"] == [0, 0]
+    assert "lm_head.weight" in said["refused"]
+    assert said["after refusal"] == said["version 2"]
