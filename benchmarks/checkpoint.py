@@ -106,11 +106,15 @@ class Rank:
         view = memoryview(self.flat.numpy())
         half = -(-len(view) // num_files)
 
+        written = {}
+
         def write(i):
+            started = time.monotonic()
             fd = os.open(self.root / f"raw.{self.rank}.{i}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
             part = view[i * half : (i + 1) * half]
             for at in range(0, len(part), 8 << 20):
                 os.write(fd, part[at : at + (8 << 20)])
+            written[i] = time.monotonic() - started
             os.fsync(fd)
             os.close(fd)
 
@@ -125,6 +129,7 @@ class Rank:
             blocked_s=time.monotonic() - began,
             total_s=time.monotonic() - began,
             cpu_s=time.process_time() - cpu,
+            write_s=max(written.values()),
         )
         for i in range(num_files):
             os.unlink(self.root / f"raw.{self.rank}.{i}")
@@ -169,6 +174,8 @@ class Rank:
             longest_poll_s=poll,
             cpu_s=time.process_time() - cpu + _cpu_s(writer) - other,
             after_last_seal_s=handle.result["times"].get("decided_after_last_seal_s", 0.0),
+            write_s=handle.result["times"]["write_s"],
+            sync_s=handle.result["times"]["sync_s"],
         )
 
     # Today's ways
@@ -221,7 +228,7 @@ class Rank:
 
             self.until(done)
         finally:
-            fa.FileSystemWriterAsync.preload_tensors = plain
+            fa.FileSystemWriterAsync.preload_tensors = staticmethod(plain)
         self.record("mcore_fork", blocked_s=blocked, total_s=time.monotonic() - began)
 
     def dcp_sync(self):
@@ -330,7 +337,9 @@ def main():
     print(f"{result['bytes_per_rank'] / 1e9:.2f} GB per rank, medians of {options.rounds} rounds")
     for way, row in result["median"].items():
         extra = "".join(
-            f"  {key} {row[key]:.3f}" for key in ("cpu_s", "longest_poll_s", "after_last_seal_s") if key in row
+            f"  {key} {row[key]:.3f}"
+            for key in ("cpu_s", "write_s", "sync_s", "longest_poll_s", "after_last_seal_s")
+            if key in row
         )
         print(
             f"{way:18s} blocked {row['blocked_s']:7.3f} s ({row['blocked_over_memcpy']:6.2f} x memcpy)   "

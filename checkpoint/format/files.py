@@ -23,6 +23,9 @@ __all__ = ["FileRecord", "RecordFile", "file_digest", "fsync_dir", "new_digest",
 STEP_BYTES = 8 << 20
 """Digest and write alternate in pieces of this size, so that the second finds the bytes in the cache."""
 
+SMALL_BYTES = 64 << 10
+PUSH_BYTES = 8 << 20
+
 
 def new_digest() -> Any:
     """A fresh xxh3-128 state (`update`, `hexdigest`): the fastest that still sees every bit.
@@ -65,6 +68,8 @@ class RecordFile:
         self._digest = new_digest()
         self._progress = progress
         self._fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._small = bytearray()
+        self._handed = self._pushed = 0
 
     def put_tensor(self, tensor: torch.Tensor) -> tuple[int, int]:
         """Append a record of a CPU tensor; returns (position, bytes of the record)."""
@@ -81,25 +86,47 @@ class RecordFile:
     def write(self, data: Any) -> int:
         """For torch.save."""
         view = memoryview(data).cast("B")
+        self.nbytes += len(view)
+        if len(view) < SMALL_BYTES:
+            # A record is one large piece among dozens of a few bytes, each of which would be a system call.
+            self._small += view
+            if len(self._small) >= SMALL_BYTES:
+                self._put_small()
+            return len(view)
+        self._put_small()
+        self._put(view)
+        return len(view)
+
+    def _put_small(self) -> None:
+        if self._small:
+            small, self._small = self._small, bytearray()
+            self._put(memoryview(small))
+
+    def _put(self, view: memoryview) -> None:
         for at in range(0, len(view), STEP_BYTES):
             piece = view[at : at + STEP_BYTES]
             self._digest.update(piece)
             done = 0
             while done < len(piece):
                 done += write_some(self._fd, piece[done:])
-            self.nbytes += len(piece)
             self._progress(len(piece))
-        return len(view)
+        self._handed += len(view)
+        if self._handed - self._pushed >= PUSH_BYTES:
+            # Lets the disk begin now instead of at the sync, and keeps the file from pushing others out of the cache.
+            os.posix_fadvise(self._fd, self._pushed, self._handed - self._pushed, os.POSIX_FADV_DONTNEED)
+            self._pushed = self._handed
 
     def flush(self) -> None:
-        """For torch.save: nothing is buffered here."""
+        """For torch.save; small pieces wait for the next large one, for `sync` or for `close`."""
 
     def sync(self) -> None:
         """Wait until the disk has everything."""
+        self._put_small()
         os.fsync(self._fd)
 
     def close(self) -> FileRecord:
         """Close without waiting for the disk (see `sync`)."""
+        self._put_small()
         os.close(self._fd)
         self._fd = -1
         return FileRecord(name=self.path.name, nbytes=self.nbytes, xxh3=self._digest.hexdigest())
