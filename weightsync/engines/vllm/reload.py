@@ -111,7 +111,9 @@ def reload_runner(
             load_weights(iter(pairs))
 
     def finish() -> None:
-        loaded = {id(m) for m in module.modules() if not get_layerwise_info(m).can_load()}
+        infos = [(id(m), get_layerwise_info(m)) for m in module.modules()]
+        # Complete ones, and those that vLLM completes now: rows that pad a vocabulary are never loaded.
+        loaded = {i for i, info in infos if not info.can_load() or info.load_numel > 0}
         finalize_layerwise_reload(module, model_config)
         _refresh_tied(module, loaded)
 
