@@ -1,0 +1,172 @@
+"""Runners of an SGLang scheduler process on small modules: what is refused, and what is derived from weights.
+
+The modules stand in for SGLang's models; worker classes bear the names of SGLang's, which the rows go by.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from weightsync import errors
+from weightsync.engines.sglang.rows import INTERNALS, internals_for
+from weightsync.engines.sglang.runners import find_runners, unsupported
+
+ROW = internals_for("0.5.10.post1")
+VOCAB, HIDDEN = 12, 4
+
+
+class Model(torch.nn.Module):
+    def __init__(self, rows: int = VOCAB, **config: int) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(vocab_size=VOCAB, **config)
+        self.lm_head = torch.nn.Linear(HIDDEN, rows, bias=False)
+
+    def load_weights(self, pairs: Any) -> None:
+        for name, tensor in pairs:
+            if name == "lm_head.weight":
+                self.lm_head.weight.data.copy_(tensor)
+
+
+class Eagle3(Model):
+    hot_token_id: torch.Tensor | None = None
+
+
+class EAGLEWorker:
+    def __init__(self, model: torch.nn.Module, hot_token_id: torch.Tensor | None = None) -> None:
+        self.draft_model_runner = SimpleNamespace(model=model, device="cpu")
+        self.hot_token_id = hot_token_id
+
+
+class NGRAMWorker:
+    pass
+
+
+class DFlashWorker:
+    pass
+
+
+def scheduler(worker: Any = None, target: Model | None = None, **args: Any) -> Any:
+    runner = SimpleNamespace(model=target or Model(), device="cpu")
+    values = {"model_path": "m", "speculative_draft_model_path": None, "speculative_algorithm": "EAGLE", **args}
+    return SimpleNamespace(
+        tp_worker=SimpleNamespace(model_runner=runner), draft_worker=worker, server_args=SimpleNamespace(**values)
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ({"pp_size": 2}, "pipeline parallelism"),
+        ({"dp_size": 2}, "data parallelism"),
+        ({"ep_size": 4}, "expert parallelism"),
+        ({"enable_dp_attention": True}, "DP attention"),
+        ({"load_format": "gguf"}, "load_format=gguf"),
+        ({"quantization": "fp8"}, "quantization=fp8"),
+        ({"enable_lora": True}, "LoRA"),
+        ({"cpu_offload_gb": 1}, "offloaded"),
+        ({"weight_cache_mode": "on"}, "weight_cache_mode"),
+        ({"disaggregation_mode": "prefill"}, "disaggregation_mode"),
+    ],
+)
+def test_what_cannot_take_part_is_named(args: dict[str, Any], says: str) -> None:
+    (problem,) = unsupported(scheduler(**args), ROW)
+    assert says in problem
+
+
+def test_what_can_take_part_has_no_problem() -> None:
+    plain = {
+        "pp_size": 1,
+        "dp_size": 1,
+        "ep_size": 1,
+        "load_format": "auto",
+        "quantization": None,
+        "offload_group_size": -1,
+    }
+    assert unsupported(scheduler(EAGLEWorker(Model()), **plain), ROW) == []
+
+
+def test_a_worker_that_is_in_no_row_is_refused_by_name() -> None:
+    for row in INTERNALS:
+        (problem,) = unsupported(scheduler(DFlashWorker()), row)
+        assert "DFlashWorker" in problem
+    with pytest.raises(errors.UnsupportedError, match="DFlashWorker"):
+        find_runners(scheduler(DFlashWorker()), ROW)
+
+
+def test_a_worker_that_is_not_as_its_row_says_is_refused() -> None:
+    worker = EAGLEWorker(Model())
+    del worker.draft_model_runner
+    with pytest.raises(errors.UnsupportedError, match="draft_model_runner"):
+        find_runners(scheduler(worker), ROW)
+
+
+def test_speculation_without_a_model_has_the_target_alone() -> None:
+    assert [r.name for r in find_runners(scheduler(NGRAMWorker()), ROW)] == ["target"]
+    assert [r.name for r in find_runners(scheduler(None), ROW)] == ["target"]
+
+
+@pytest.mark.parametrize(
+    ("args", "roles"),
+    [
+        ({}, ("draft", "target")),
+        ({"speculative_draft_model_path": "m"}, ("draft", "target")),
+        ({"speculative_draft_model_path": "d"}, ("draft",)),
+        ({"speculative_draft_model_path": "m", "speculative_algorithm": "EAGLE3"}, ("draft",)),
+    ],
+)
+def test_a_drafter_of_its_own_takes_nothing_of_the_target_by_name(args: dict[str, Any], roles: tuple[str, ...]) -> None:
+    assert find_runners(scheduler(EAGLEWorker(Model()), **args), ROW)[1].roles == roles
+
+
+def test_the_head_of_a_token_map_follows_the_targets_in_place() -> None:
+    ids = torch.tensor([7, 2, 5])
+    draft, target = Model(rows=3), Model()
+    first, drafter = find_runners(scheduler(EAGLEWorker(draft, ids), target), ROW)
+    assert drafter.frozen == ("lm_head.weight",)
+    assert drafter.rename("target", "lm_head.weight") is None
+    pointer = draft.lm_head.weight.data_ptr()
+    first.begin()
+    first.load([("lm_head.weight", torch.randn(VOCAB, HIDDEN))])
+    first.finish()
+    assert torch.equal(draft.lm_head.weight, target.lm_head.weight[ids])
+    assert draft.lm_head.weight.data_ptr() == pointer
+
+
+def eagle3(rows: int = 3) -> tuple[Any, EAGLEWorker, Eagle3]:
+    model = Eagle3(rows=rows, draft_vocab_size=rows)
+    model.hot_token_id = torch.arange(rows)
+    worker = EAGLEWorker(model, model.hot_token_id.clone())
+    return find_runners(scheduler(worker, speculative_algorithm="EAGLE3"), ROW)[1], worker, model
+
+
+def publish_ids(runner: Any, d2t: list[int], marked: list[int]) -> None:
+    t2d = torch.zeros(VOCAB, dtype=torch.bool)
+    t2d[marked] = True
+    runner.begin()
+    runner.load([("d2t", torch.tensor(d2t)), ("t2d", t2d)])
+    runner.finish()
+
+
+def test_published_draft_vocabularies_reach_the_ids_in_use_in_place() -> None:
+    runner, worker, model = eagle3()
+    pointers = (worker.hot_token_id.data_ptr(), model.hot_token_id.data_ptr())
+    publish_ids(runner, [1, 3, 6], [1, 4, 8])
+    assert worker.hot_token_id.tolist() == model.hot_token_id.tolist() == [1, 4, 8]
+    assert (worker.hot_token_id.data_ptr(), model.hot_token_id.data_ptr()) == pointers
+    runner.begin()
+    runner.finish()  # a publish without them leaves them
+    assert worker.hot_token_id.tolist() == [1, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("d2t", "marked", "says"), [([1, 3, 99], [1, 4, 8], "outside"), ([1, 3, 6], [1, 4, 9], "do not agree")]
+)
+def test_draft_vocabularies_that_cannot_be_are_refused(d2t: list[int], marked: list[int], says: str) -> None:
+    runner, worker, _ = eagle3()
+    with pytest.raises(errors.RoutingError, match=says):
+        publish_ids(runner, d2t, marked)
+    assert worker.hot_token_id.tolist() == [0, 1, 2]
