@@ -16,7 +16,9 @@ from tests.engines import sglang_models as models
 
 
 def main(folder: Path) -> None:
-    os.environ["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "weightsync.engines.sglang.models"
+    fault = folder / "fault"
+    os.environ["TEST_FAULT"] = str(fault)
+    os.environ["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "tests.engines.sglang_own_models"
     cores = sorted(os.sched_getaffinity(0))
     os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = f"{cores[0]}|{cores[-1]}"  # else a rank takes a NUMA node
     import sglang
@@ -70,6 +72,20 @@ def main(folder: Path) -> None:
         except errors.WeightSyncError as e:
             out["refused"] = str(e)
     out["after refusal"] = decode()
+    fault.touch()
+    with Publisher(models.Weights("mtp", 3), [control], config) as p:
+        try:
+            p.publish(3)
+        except errors.PublishAborted as e:
+            out["aborted"] = str(e)
+        out["fenced"] = control.status(deadline_s=60)["fenced"]
+        try:
+            out["answer"] = str(decode())
+        except Exception as e:  # noqa: BLE001 - what SGLang raises for a request that its scheduler refused
+            out["answer"] = f"{type(e).__name__}: {e}"
+        fault.unlink()
+        p.publish(3)
+    out["version 3"] = decode()
     print(json.dumps(out), flush=True)
     engine.shutdown()
 

@@ -80,3 +80,9 @@ def test_an_offline_engine_of_two_ranks_is_published_to_from_its_own_process(tmp
     assert said["bytes"] == [0, 0]
     assert "lm_head.weight" in said["refused"]
     assert said["after refusal"] == said["version 2"]
+    # One rank fails, the other does not: both fence, the rank is named, and a full publish heals them.
+    assert "rank 1" in said["aborted"]
+    assert "a planted fault" in said["aborted"]
+    assert "rank 0" in said["fenced"] or "rank 1" in said["fenced"]
+    assert "fenced and does not serve" in said["answer"]
+    assert said["version 3"] == [models.expected("mtp", 3, 6), 1.0]
