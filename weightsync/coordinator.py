@@ -12,6 +12,7 @@ rank did is believed only from its own acknowledgement in the store.
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import json
 import secrets
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Coordinator"]
 
+KEPT_ATTEMPTS = 16
+"""Whose acknowledgements, orders and verdicts the store keeps: no trainer rank lags so far behind the coordinator."""
+
 
 class Coordinator:
     """Drives the engines of one run. State between publishes: the epoch, who is in it, what they were sent."""
@@ -63,6 +67,7 @@ class Coordinator:
         self._manifest: Manifest | None = None
         self._entered_receive = False
         self._paused = False
+        self._attempts: collections.deque[list[str]] = collections.deque()
 
     # -- before anything changes ----------------------------------------------------------------------------------
 
@@ -240,6 +245,15 @@ class Coordinator:
             resumes = [start_call(m.control.resume, deadline_s=request.deadline_s) for m in self._members]
             concurrent.futures.wait(resumes, timeout=min(request.deadline_s, 2 * GRACE_S))
 
+    def forget_old(self, seq: int, num_stages: int) -> None:
+        """Attempt `seq` is over: delete what the store holds of an old one, or it would grow with every publish."""
+        sizes = {m.index: m.world_size for m in self._members}
+        trainer_keys = TrainerKeys(self.run_id).attempt(seq, num_stages)
+        self._attempts.append([*self._keys.attempt(seq, sizes, num_stages), *trainer_keys])
+        if len(self._attempts) > KEPT_ATTEMPTS:
+            for key in self._attempts.popleft():
+                self._store.delete_key(key)
+
     # -- reports ---------------------------------------------------------------------------------------------------
 
     def report(
@@ -273,7 +287,7 @@ class Coordinator:
                     name=m.name,
                     outcome=self._outcome(m, outcome, failed),
                     error=failed.get(m.name),
-                    bytes_received=tuple(a.bytes_received for _, a in sorted(prepared.items())),
+                    bytes_received=tuple([a.bytes_received for _, a in sorted(prepared.items())]),
                     num_tensors=max((a.num_tensors for a in prepared.values()), default=0),
                     loaded=prepared[0].loaded if 0 in prepared else {},
                     spanning_requests=m.kept if outcome == "committed" else (),
@@ -403,7 +417,7 @@ class Coordinator:
         return set(self._runners_in_scope(m, request.scope)) == set(m.status["versions"])
 
     def _choose_epoch(self) -> None:
-        identities = tuple(m.identity for m in self._members)
+        identities = tuple([m.identity for m in self._members])
         in_epoch = all(
             m.status.get("epoch") == self._epoch and m.status.get("run_id") == self.run_id for m in self._members
         )

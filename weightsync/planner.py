@@ -64,7 +64,7 @@ class Planner:
                 raise errors.TransferTimeout(
                     f"declaring tensors: {e}: is every trainer rank calling publish, in the same order?", peer=e.peer
                 ) from e
-            digests = tuple(found[key].decode() for key in wanted)
+            digests = tuple([found[key].decode() for key in wanted])
         cache_key = (*digests, scope)
         if cache_key not in self._manifests:
             self._manifests[cache_key] = self._build(scope, self._stages(digests))

@@ -8,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from weightsync.errors import ConfigError
 
-__all__ = ["PROTOCOL_VERSION", "Ack", "Keys", "Phase", "PublishCall", "TrainerKeys"]
+__all__ = ["PROTOCOL_VERSION", "Ack", "Keys", "Phase", "PublishCall", "TrainerKeys", "field_names", "plain"]
 
 PROTOCOL_VERSION = 1
 
@@ -22,6 +22,22 @@ Phase = Literal["preflight", "connected", "prepared", "committed"]
 `connected` comes only after the coordinator's `connect` key said that every rank passed preflight: a group is never
 opened towards a rank that already refused, since the others would wait for it until their deadline.
 """
+
+
+_field_names: dict[Any, tuple[str, ...]] = {}
+
+
+def field_names(cls: Any) -> tuple[str, ...]:
+    """Of a dataclass. Asked once per class: `dataclasses.fields` makes a tuple from a generator, and CPython keeps each
+    of these for reuse without ever reusing it (2000 of a length), so that a process seems to leak."""
+    if cls not in _field_names:
+        _field_names[cls] = tuple(f.name for f in dataclasses.fields(cls))
+    return _field_names[cls]
+
+
+def plain(message: Any) -> dict[str, Any]:
+    """A dataclass instance as a dict of its fields, not copied."""
+    return {name: getattr(message, name) for name in field_names(type(message))}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,13 +72,12 @@ class PublishCall:
     trace: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        return plain(self)
 
     @classmethod
     def from_json(cls, obj: Mapping[str, Any]) -> PublishCall:
         """Raises `ConfigError` if fields are missing or unknown."""
-        names = {f.name for f in dataclasses.fields(cls)}
-        unknown = sorted(set(obj) - names)
+        unknown = sorted(set(obj) - set(field_names(cls)))
         if unknown:
             raise ConfigError(f"publish call has unknown fields {unknown}: install the same weightsync on both sides")
         try:
@@ -103,14 +118,14 @@ class Ack:
     timeline: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+        return json.dumps(plain(self), separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Ack:
         obj = json.loads(text)
         obj["digests"] = tuple(obj["digests"])
         obj["routes"] = {k: tuple(v) for k, v in obj["routes"].items()}
-        obj["partial"] = {k: tuple((i, a, b) for i, a, b in v) for k, v in obj["partial"].items()}
+        obj["partial"] = {k: tuple([(i, a, b) for i, a, b in v]) for k, v in obj["partial"].items()}
         return cls(**obj)
 
 
@@ -162,6 +177,18 @@ class Keys:
     def heartbeat(self, engine_index: int, rank: int) -> str:
         return f"{self.prefix}/heartbeat/{engine_index}/{rank}"
 
+    def attempt(self, seq: int, world_sizes: Mapping[int, int], num_stages: int) -> list[str]:
+        """Every key of attempt `seq`; `world_sizes`: engine index -> ranks."""
+        ranks = [(index, rank) for index, size in world_sizes.items() for rank in range(size)]
+        return [
+            *(self.ack(seq, index, rank, phase) for index, rank in ranks for phase in get_args(Phase)),
+            *(self.sender(seq, s, phase) for s in range(num_stages) for phase in ("connected", "sent")),
+            self.connect(seq),
+            self.go(seq),
+            self.decision(seq),
+            self.verdict(seq),
+        ]
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrainerKeys:
@@ -180,3 +207,7 @@ class TrainerKeys:
     def order(self, seq: int) -> str:
         """What the coordinator decided after preflight: epoch, manifest, group size; or the error for every rank."""
         return f"weightsync/{self.run_id}/trainer/{seq}/order"
+
+    def attempt(self, seq: int, num_stages: int) -> list[str]:
+        """Every key of attempt `seq`."""
+        return [self.order(seq), *(self.specs(seq, s) for s in range(num_stages))]

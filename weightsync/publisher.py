@@ -408,6 +408,7 @@ class Publisher:
             self._store.set(Keys(self.run_id, self._coordinator.epoch).verdict(seq), json.dumps(verdict))
         else:
             self._store.set(order, json.dumps({"final": verdict}))
+        self._coordinator.forget_old(seq, self.source.num_stages)
         return verdict
 
     # -- the other ranks' side ---------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from weightsync.protocol import plain
 from weightsync.timeline import PHASES
 
 __all__ = ["EngineReport", "Measurements", "PublishReport", "acceptance"]
@@ -71,20 +72,22 @@ class PublishReport:
     """Spans of every process, if tracing: `process`, `name`, `start_s`, `dur_s`, `args`."""
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+        return json.dumps({**plain(self), "engines": [plain(e) for e in self.engines]}, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> PublishReport:
         obj = json.loads(text)
         obj["engines"] = tuple(
-            EngineReport(
-                **{
-                    **e,
-                    "bytes_received": tuple(e["bytes_received"]),
-                    "spanning_requests": tuple(e["spanning_requests"]),
-                }
-            )
-            for e in obj["engines"]
+            [
+                EngineReport(
+                    **{
+                        **e,
+                        "bytes_received": tuple(e["bytes_received"]),
+                        "spanning_requests": tuple(e["spanning_requests"]),
+                    }
+                )
+                for e in obj["engines"]
+            ]
         )
         obj["events"] = tuple(obj["events"])
         return cls(**obj)

@@ -6,7 +6,6 @@ the others, with the same operations in the same order.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import traceback
 from collections.abc import Callable, Mapping
@@ -18,7 +17,7 @@ from weightsync.embedded.scheduler import Request, Result, Scheduler
 from weightsync.embedded.speculative import Decoder
 from weightsync.engine.base import Runner
 from weightsync.errors import WeightSyncError
-from weightsync.protocol import Ack, PublishCall
+from weightsync.protocol import Ack, PublishCall, plain
 
 __all__ = ["Rank", "ReceiverLike"]
 
@@ -111,7 +110,7 @@ class Rank:
     def _publish(self, method: Callable[[PublishCall], Ack], op: Mapping[str, Any]) -> dict[str, Any]:
         ack = method(PublishCall.from_json(op["call"]))
         return {
-            "ack": dataclasses.asdict(ack),
+            "ack": plain(ack),
             "fenced": self.receiver.fenced,
             "versions": dict(self.receiver.versions),
         }
