@@ -83,7 +83,7 @@ class BenchConfig:
         check(self.draft in DRAFTS, f"--draft {self.draft!r}: expected one of {', '.join(DRAFTS)}")
         check(self.transport in TRANSPORTS, f"--transport {self.transport!r}: expected one of {', '.join(TRANSPORTS)}")
         bucket = self.bucket_mib
-        check(math.isfinite(bucket) and bucket * 2**20 >= 4096, f"--bucket-mib {bucket:g}: expected at least 0.004")
+        check(math.isfinite(bucket) and bucket * 2**20 >= 4096, f"--bucket-mib {bucket:g}: expected at least 1/256")
         check(bucket <= 4096, f"--bucket-mib {bucket:g}: expected at most 4096")
         check(self.buffers >= 2, f"--buffers {self.buffers}: expected at least 2, so that phases overlap")
         check(self.publishes >= 1, f"--publishes {self.publishes}: expected at least 1")

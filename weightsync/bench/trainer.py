@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,8 +39,8 @@ class TrainerRank:
         self.publisher: Publisher | None = None
 
     def __call__(self, message: dict[str, Any]) -> dict[str, Any]:
-        answer: dict[str, Any] = getattr(self, "do_" + message.pop("cmd"))(**message)
-        return answer
+        command = message.pop("cmd")
+        return _COMMANDS[command](self, **message)
 
     def do_configure(self, rank: int, config: dict[str, Any]) -> dict[str, Any]:
         torch.set_num_threads(1)
@@ -121,6 +121,17 @@ class TrainerRank:
             self.publisher.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+# Not `getattr` by a name made on the spot: Python's type cache would keep each such string, which `soak.py` sees.
+_COMMANDS: Mapping[str, Callable[..., dict[str, Any]]] = {
+    "configure": TrainerRank.do_configure,
+    "connect": TrainerRank.do_connect,
+    "join": TrainerRank.do_join,
+    "load": TrainerRank.do_load,
+    "publish": TrainerRank.do_publish,
+    "step": TrainerRank.do_step,
+}
 
 
 def main() -> None:
