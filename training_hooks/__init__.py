@@ -3,6 +3,7 @@
     alignment        which token each position predicts, decided before slicing
     vocab_parallel   losses, total variation and acceptance on vocabulary shards, in bounded memory
     eagle3, dspark   drafter objectives on top of it; `losses` is what they return
+    drafter          a plain EAGLE3 drafter and one training step on captured states
     capture          hidden states by (sample, position); `exchange` merges them over a replica's ranks
     megatron         hooks into a live model: MTP as an auxiliary loss, its clip group, guards, capture points
 
