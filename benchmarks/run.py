@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,9 +28,8 @@ WAYS = ("per_tensor_broadcast", "flattened_bucket", "two_pass_full", "two_pass_s
 
 
 def hardware_of(machine):
-    """`AMD EPYC 9B14, 2 cores` -> `amd-epyc-9b14-2c`."""
-    words = re.sub(r"[^a-z0-9]+", "-", machine["cpu"].lower()).strip("-")
-    return f"{words}-{machine['cores']}c"
+    """For file names; the file itself names CPU, memory and kernel."""
+    return f"{machine['cores']}-core-cpu"
 
 
 def measure(subject, publishes):

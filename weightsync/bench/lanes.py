@@ -92,7 +92,7 @@ class Tokens:
 class Lane:
     """One sender or receiver. `flat` holds all bytes back to back; on the sender `source` views its tensors.
 
-    `wire_bytes` counts what the group broadcasts carried since the caller last set it to 0.
+    `wire_bytes` counts what broadcasts carried, and what a ring was read of, since the caller last set it to 0.
     """
 
     def __init__(self, config: LaneConfig, store: dist.Store) -> None:

@@ -139,6 +139,7 @@ def _ring_shared(lane: Lane, chunk_bytes: int = 64 * MIB, depth: int = 4) -> Non
             lane.pack_rows(chunk, ring[i % depth])
             lane.tokens.give_full()
         else:
+            lane.wire_bytes += sum(rows.nbytes for rows in chunk)
             lane.tokens.take_full()
             lane.load_rows(chunk, ring[i % depth])
             lane.tokens.give_free()

@@ -34,9 +34,13 @@ def write_plot(path: str | Path, result: Mapping[str, Any]) -> None:
     if summary["limit_s"]:
         whole["limit"] = summary["limit_s"]
     whole |= {row["name"]: {"median": row["median_s"], "p99": row["p99_s"]} for row in result["compare"]}
-    _bars(right, whole, title=f"{summary['unique_bytes'] / 1e9:.2f} GB to every engine rank")
+    _bars(right, whole, title=f"{_size(summary['unique_bytes'])} to every engine rank")
     figure.suptitle(result["title"])
     figure.savefig(path, dpi=130, format="png")
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 10**8 else f"{nbytes / 1e6:.2f} MB"
 
 
 def _bars(axes: Any, rows: Mapping[str, Mapping[str, float]], *, title: str) -> None:

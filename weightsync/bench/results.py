@@ -1,6 +1,6 @@
 """What a bench reports: one JSON object (`build`) and the table made from it (`table`).
 
-The schema is documented in docs/bench.md; `SCHEMA_VERSION` rises when a key changes its meaning or goes away.
+The keys are documented in docs/reference/cli.md; `SCHEMA_VERSION` rises when one changes its meaning or goes away.
 """
 
 from __future__ import annotations
