@@ -12,8 +12,6 @@ from weightsync import errors
 
 __all__ = ["PublishConfig"]
 
-MIB = 1 << 20
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PublishConfig:
@@ -27,9 +25,10 @@ class PublishConfig:
     """Stable name of the training run; a new publisher with the same one takes over its engines. None: random."""
     transport: str = "gloo"
     """`gloo`, `nccl`, `shm` (same host), or another torch.distributed backend by name (untested)."""
-    bucket_bytes: int = 16 * MIB
-    num_buffers: int = 4
-    """Buckets in flight on each side."""
+    bucket_bytes: int | None = None
+    """Size of one transfer; None: what the transport recommends. Never more than the weights of a pipeline stage."""
+    num_buffers: int | None = None
+    """Buckets in flight on each side; None: what the transport recommends."""
     deadline_s: float = 120.0
     """For each phase of a publish: preflight, connect, stream, verify, commit."""
     control_s: float = 10.0
@@ -64,8 +63,9 @@ class PublishConfig:
             if not ok:
                 raise errors.ConfigError(f"PublishConfig: {text}")
 
-        check(self.bucket_bytes >= 4096, f"bucket_bytes is {self.bucket_bytes}; expected at least 4096")
-        check(self.num_buffers >= 2, f"num_buffers is {self.num_buffers}; expected at least 2, so that phases overlap")
+        bucket, buffers = self.bucket_bytes, self.num_buffers
+        check(bucket is None or bucket >= 4096, f"bucket_bytes is {bucket}; expected at least 4096")
+        check(buffers is None or buffers >= 2, f"num_buffers is {buffers}; expected at least 2, so that phases overlap")
         for name in ("deadline_s", "control_s", "heartbeat_s"):
             check(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; expected seconds > 0")
         check(self.pause_mode in ("abort", "wait", "keep"), f"pause_mode is {self.pause_mode!r}; abort, wait or keep")

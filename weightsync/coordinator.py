@@ -55,7 +55,7 @@ class Coordinator:
         self._hosted = hosted
         self._store = hosted.store
         self._epoch = 0
-        self._identities: tuple[tuple[str, str, int], ...] = ()
+        self._identities: list[tuple[object, ...]] = []
         self._nonce = ""
         self._posted: set[str] = set()
         self._board = AckBoard(hosted.store, config.heartbeat_s)
@@ -117,7 +117,7 @@ class Coordinator:
         if not request.force and all(self._holds(m, request) for m in self._members):
             return self.report(request, "noop", seconds=0.0)
         self._check_versions(request)
-        self._choose_epoch()
+        self._choose_epoch(manifest)
         self._post(request, manifest, seq)
         for m in self._members:
             call = self._call(m, request, seq)
@@ -224,7 +224,7 @@ class Coordinator:
             except (errors.WeightSyncError, concurrent.futures.TimeoutError) as e:
                 lost[m.name] = str(e) or f"engine {m.name}: commit: no answer within {request.deadline_s:g} s"
         if lost:
-            self._identities = ()
+            self._identities = []
         return lost
 
     def give_up(self, request: Request, seq: int, reason: str) -> None:
@@ -235,7 +235,7 @@ class Coordinator:
             self._set(keys.go(seq), {"ok": False, "error": reason})
         if self._entered_receive:
             decide(self._store, keys.decision(seq), f"abort: {reason}")
-        self._identities = ()
+        self._identities = []
         limit = time.monotonic() + GRACE_S
         if self._entered_receive or self._members:
             for m in self._members:
@@ -416,8 +416,10 @@ class Coordinator:
     def _is_full(self, m: Member, request: Request) -> bool:
         return set(self._runners_in_scope(m, request.scope)) == set(m.status["versions"])
 
-    def _choose_epoch(self) -> None:
-        identities = tuple([m.identity for m in self._members])
+    def _choose_epoch(self, manifest: Manifest) -> None:
+        """Keep the epoch while the same processes use groups of the same layout; else take the next one."""
+        identities: list[tuple[object, ...]] = [m.identity for m in self._members]
+        identities.append(("layout", manifest.bucket_bytes, manifest.num_stages))
         in_epoch = all(
             m.status.get("epoch") == self._epoch and m.status.get("run_id") == self.run_id for m in self._members
         )
@@ -447,7 +449,9 @@ class Coordinator:
         )
 
     def _call(self, m: Member, request: Request, seq: int) -> PublishCall:
+        num_buffers = self.config.num_buffers
         assert self._manifest is not None
+        assert num_buffers is not None, "Publisher resolves it"
         return PublishCall(
             run_id=self.run_id,
             epoch=self._epoch,
@@ -464,7 +468,7 @@ class Coordinator:
             first_group_rank=m.first_rank,
             group_size=self.group_size,
             transport=self.config.transport,
-            num_buffers=self.config.num_buffers,
+            num_buffers=num_buffers,
             deadline_s=request.deadline_s,
             takeover=self.config.takeover,
             trace=self.config.trace,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from weightsync import errors
 from weightsync.manifest import Manifest, TensorSpec
-from weightsync.plan import DtypePolicy, build_manifest, scoped
+from weightsync.plan import ALIGNMENT, MIN_BUCKET_BYTES, DtypePolicy, build_manifest, scoped
 from weightsync.protocol import TrainerKeys
 from weightsync.request import Scope, roles_in_scope
 from weightsync.store import translated, wait_all
@@ -97,4 +97,8 @@ class Planner:
             raise errors.ManifestError(
                 f"scope {scope!r}: the source publishes roles {sorted(roles)} and none is in scope"
             )
-        return build_manifest(in_scope, bucket_bytes=self._bucket_bytes)
+        # Buffers are as large as a bucket and touched when opened: no larger than what a stage can fill, whatever the
+        # scope, since all scopes of an epoch use the same ones.
+        largest = max(sum(t.nbytes + ALIGNMENT for t in specs) for specs in stages)
+        needed = max(-(-largest // MIN_BUCKET_BYTES) * MIN_BUCKET_BYTES, MIN_BUCKET_BYTES)
+        return build_manifest(in_scope, bucket_bytes=min(self._bucket_bytes, needed))

@@ -7,6 +7,7 @@ the source's gathers and learn the verdict. A publish is one or more attempts (m
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import secrets
@@ -30,6 +31,7 @@ from weightsync.request import Request, scope_of
 from weightsync.sender import Staged, StageSender
 from weightsync.store import HostedStore, connect_store, host_store, wait_key
 from weightsync.timeline import Timeline
+from weightsync.transports.registry import get_transport
 
 if TYPE_CHECKING:
     from weightsync.engine.base import EngineControl
@@ -99,7 +101,7 @@ class Publisher:
         store_address: tuple[str, int] | None = None,
     ) -> None:
         self.source = source
-        self.config = config if config is not None else PublishConfig()
+        self.config = _resolved(config if config is not None else PublishConfig())
         initialized = dist.is_available() and dist.is_initialized()
         self.rank = rank if rank is not None else (dist.get_rank() if initialized else 0)
         self.world_size = world_size if world_size is not None else (dist.get_world_size() if initialized else 1)
@@ -128,6 +130,7 @@ class Publisher:
         self._trainer_keys = TrainerKeys(self.run_id)
         self._seq = 0
         self._sender = StageSender(source, self.config, policy, self._store, self.run_id)
+        assert self.config.bucket_bytes is not None
         self._planner = Planner(source, policy, self.config.bucket_bytes, self._store, self._trainer_keys)
         self._pending: PublishHandle | None = None
         self._closed = False
@@ -336,7 +339,7 @@ class Publisher:
                 return self._post_verdict(seq, done, None)
             c.allow_connect(seq)
             self._sender.connect(
-                seq, epoch=c.epoch, group_size=c.group_size, peers=c.peers, deadline_s=request.deadline_s
+                manifest, seq, epoch=c.epoch, group_size=c.group_size, peers=c.peers, deadline_s=request.deadline_s
             )
             c.connect(seq, manifest.num_stages, request.deadline_s)
             c.begin(request, seq)
@@ -429,6 +432,7 @@ class Publisher:
         if go["ok"] and self.source.is_sender:
             try:
                 self._sender.connect(
+                    manifest,
                     seq,
                     epoch=order["epoch"],
                     group_size=order["group_size"],
@@ -452,6 +456,16 @@ class Publisher:
         _, value = wait_key(self._store, key, deadline_s, poll_s=0.005)
         obj: dict[str, Any] = json.loads(value)
         return obj
+
+
+def _resolved(config: PublishConfig) -> PublishConfig:
+    """`config` with the transport's own bucket size and number of buffers where the user named none."""
+    caps = get_transport(config.transport).caps
+    return dataclasses.replace(
+        config,
+        bucket_bytes=config.bucket_bytes if config.bucket_bytes is not None else caps.bucket_bytes,
+        num_buffers=config.num_buffers if config.num_buffers is not None else caps.num_buffers,
+    )
 
 
 def _join(host: str, port: int, deadline_s: float) -> dist.Store:

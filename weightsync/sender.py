@@ -76,13 +76,16 @@ class StageSender:
             )
         return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
-    def connect(self, seq: int, *, epoch: int, group_size: int, peers: Sequence[str], deadline_s: float) -> None:
+    def connect(
+        self, manifest: Manifest, seq: int, *, epoch: int, group_size: int, peers: Sequence[str], deadline_s: float
+    ) -> None:
         """Open this stage's data group if the epoch is new; says so in the store."""
         if not self.source.is_sender:
             return
         keys = Keys(self._run_id, epoch)
         stage = self.source.stage
         said: dict[str, Any] = {"ok": True, "stage": stage}
+        assert self.config.num_buffers is not None
         try:
             if epoch != self._epoch or self._endpoint is None:
                 self.drop()
@@ -93,7 +96,7 @@ class StageSender:
                         rank=0,
                         size=group_size,
                         device=self._device(),
-                        bucket_bytes=self.config.bucket_bytes,
+                        bucket_bytes=manifest.bucket_bytes,
                         num_buffers=self.config.num_buffers,
                         bind_host=self.config.bind_host,
                         deadline_s=deadline_s,

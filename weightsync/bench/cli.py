@@ -32,9 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", default=default.model, metavar="NAME",
         help="qwen3-0.6b or tiny (shapes with made-up weights), or a Hugging Face folder (default: qwen3-0.6b)",
     )  # fmt: skip
-    parser.add_argument("--bucket-mib", type=float, default=default.bucket_mib, metavar="MIB", help="(default: 16)")
     parser.add_argument(
-        "--buffers", type=int, default=default.buffers, metavar="N", help="buckets in flight (default: 4)"
+        "--bucket-mib", type=float, default=default.bucket_mib, metavar="MIB", help="(default: the transport's)"
+    )
+    parser.add_argument(
+        "--buffers", type=int, default=default.buffers, metavar="N", help="buckets in flight (default: the transport's)"
     )
     parser.add_argument("--publishes", type=int, default=default.publishes, metavar="N", help="to measure (default: 5)")
     parser.add_argument("--warmup", type=int, default=default.warmup, metavar="N", help="not measured (default: 1)")

@@ -22,13 +22,16 @@ class TransportCaps:
     """What the planner and preflight may rely on; data, so that no caller asks for a type.
 
     `devices` are device types whose tensors it moves without a copy of its own. `same_host`: sender and receivers must
-    share a kernel. `tested` is False for backends that only their name supports (they may work).
+    share a kernel. `tested` is False for backends that only their name supports (they may work). `bucket_bytes` and
+    `num_buffers` are what a publisher takes if its user does not say: measured with `weightsync bench` where tested.
     """
 
     name: str
     devices: frozenset[str]
     same_host: bool
     tested: bool
+    bucket_bytes: int = 128 << 20
+    num_buffers: int = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

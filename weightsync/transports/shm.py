@@ -63,7 +63,9 @@ class SharedMemoryTransport:
     def __init__(self, name: str = "shm") -> None:
         if not sys.platform.startswith("linux"):
             raise UnsupportedError(f"transport {name!r} needs Linux (memfd_create), this is {sys.platform}: use gloo")
-        self._caps = TransportCaps(name=name, devices=frozenset({"cpu"}), same_host=True, tested=True)
+        self._caps = TransportCaps(
+            name=name, devices=frozenset({"cpu"}), same_host=True, tested=True, bucket_bytes=16 << 20, num_buffers=4
+        )
 
     @property
     def caps(self) -> TransportCaps:
