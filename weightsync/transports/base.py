@@ -30,8 +30,8 @@ class TransportCaps:
     devices: frozenset[str]
     same_host: bool
     tested: bool
-    bucket_bytes: int = 128 << 20
-    num_buffers: int = 2
+    bucket_bytes: int = 32 << 20
+    num_buffers: int = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
