@@ -165,7 +165,7 @@ class Backend(LocalSpecProvider):
 def init(parallel):
     if ps.model_parallel_is_initialized():
         ps.destroy_model_parallel()
-        # Megatron forgets its groups and does not destroy them: each keeps its gloo threads, thousands after many cases.
+        # Megatron forgets its groups without destroying them: each keeps its gloo threads, thousands after many cases.
         for group in [g for g in dist.distributed_c10d._world.pg_map if g is not dist.group.WORLD]:
             dist.destroy_process_group(group)
     ps.initialize_model_parallel(
