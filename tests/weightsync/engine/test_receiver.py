@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import json
+import re
 import threading
 import time
 
@@ -230,8 +231,9 @@ def test_a_sender_that_dies_mid_stream_is_named_and_the_next_epoch_heals():
             trainer.send(manifest, random_tensors(SPECS), stop_after=1)
         trainer.drop_groups()
         ack = trainer.ack("prepared")
-        assert ack.error.startswith("PeerLost: engine e0 rank 0, prepared, bucket 1 of 3, stage 0")
-        assert f"({BUCKET} of {manifest.wire_bytes} bytes received)" in ack.error
+        # The bucket that was handed over before the death may have arrived or not; where and how much must agree.
+        at = int(re.match(r"PeerLost: engine e0 rank 0, prepared, bucket ([01]) of 3, stage 0", ack.error)[1])
+        assert f"({at * BUCKET} of {manifest.wire_bytes} bytes received)" in ack.error
         assert "Traceback" in ack.remote
         assert not future.done(), "a failed rank hears the decision before it goes on"
         trainer.decide("abort: sender died")
