@@ -305,8 +305,7 @@ class Publisher:
         if self._coordinator is not None:
             seconds = time.perf_counter() - started
             report = self._coordinator.report(request, "refused", seconds=seconds, error=str(e))
-            verdict = {"retry": False, "report": report.to_json(), "raises": type(e).__name__}
-            self._store.set(self._trainer_keys.order(seq), json.dumps({"final": verdict}))
+            self._post_verdict(seq, report, type(e).__name__)
 
     def _conclude(self, verdict: Mapping[str, Any]) -> PublishReport:
         report = PublishReport.from_json(verdict["report"])

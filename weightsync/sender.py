@@ -155,7 +155,7 @@ class StageSender:
                 said["timeline"] = timeline.to_json()
                 said["peak_extra_bytes"] = memory.peak_extra_bytes()
                 keys = Keys(self._run_id, self._epoch)
-                with contextlib.suppress(errors.TransportError) if not said["ok"] else _nothing():
+                with contextlib.suppress(errors.TransportError) if not said["ok"] else contextlib.nullcontext():
                     put_json(self._store, keys.sender(seq, stage, "sent"), said)
 
     def _stream(
@@ -214,8 +214,3 @@ class StageSender:
             with timeline.span("pack", nbytes):
                 buffer[:nbytes].copy_(staged_bucket[:nbytes])
             endpoint.send(nbytes)
-
-
-@contextlib.contextmanager
-def _nothing() -> Iterator[None]:
-    yield
