@@ -24,7 +24,7 @@ import torch.distributed as dist
 from tests.support.forks import Fork, holdings, settle
 from weightsync.errors import WeightSyncError
 from weightsync.store import connect_store, host_store, wait_key
-from weightsync.transports import shm
+from weightsync.transports import _ring
 from weightsync.transports.base import GroupInfo
 from weightsync.transports.registry import get_transport
 
@@ -184,7 +184,7 @@ def _before_open(fate: str, group: GroupInfo, report: dict[str, Any]) -> None:
     elif fate == "late":
         time.sleep(0.5)
     elif fate == "elsewhere":
-        shm._machine = lambda: {"boot": "another", "net": "net:[1]", "host": "far"}
+        _ring._machine = lambda: {"boot": "another", "net": "net:[1]", "host": "far"}
     elif fate == "poor":
         with open("/proc/self/statm") as f:
             mapped = int(f.read().split()[0]) * mmap.PAGESIZE
