@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from weightsync import errors
+from weightsync.guarantees import check_names
 
 __all__ = ["PublishConfig"]
 
@@ -55,6 +56,8 @@ class PublishConfig:
     """Take engines over from another run id."""
     require_same_torch: bool = True
     """Refuse engines whose torch differs in major or minor version."""
+    require: Sequence[str] = ()
+    """Guarantees (`weightsync.guarantees`) without which no engine is published to; stock engines lack some."""
     trace: bool = False
     """Keep every span for `PublishReport.events`."""
 
@@ -72,6 +75,7 @@ class PublishConfig:
         check(self.on_engine_failure in ("abort", "drop"), f"on_engine_failure is {self.on_engine_failure!r}")
         check(self.run_id is None or bool(self.run_id.strip()), "run_id is empty")
         check(self.run_id is None or "/" not in self.run_id, f"run_id {self.run_id!r} contains '/'")
+        check_names(self.require)
         if self.port_range is not None:
             low, high = self.port_range
             check(0 < low <= high < 65536, f"port_range is {self.port_range}; expected (first, last) within 1..65535")

@@ -24,11 +24,13 @@ import torch
 from packaging.version import Version
 
 from weightsync import errors
+from weightsync.acceptance import AcceptanceMeter
 from weightsync.acks import GRACE_S, AckBoard, Member, StepFailed, start_call
 from weightsync.engine.routing import check_union
+from weightsync.guarantees import check_required, missing
 from weightsync.manifest import Manifest
 from weightsync.protocol import PROTOCOL_VERSION, Keys, PublishCall, TrainerKeys
-from weightsync.report import EngineOutcome, EngineReport, Measurements, Outcome, PublishReport, acceptance
+from weightsync.report import EngineOutcome, EngineReport, Measurements, Outcome, PublishReport
 from weightsync.request import Request, Scope
 from weightsync.store import decide
 
@@ -61,9 +63,7 @@ class Coordinator:
         self._board = AckBoard(hosted.store, config.heartbeat_s)
         self._members: list[Member] = []
         self._excluded: dict[str, str] = {}
-        # Instance -> its counters of speculation at the last commit, and at the one before this publish.
-        self._counted: dict[str, Mapping[str, float]] = {}
-        self._counted_before: dict[str, Mapping[str, float]] = {}
+        self.acceptance = AcceptanceMeter()
         self._manifest: Manifest | None = None
         self._entered_receive = False
         self._paused = False
@@ -103,6 +103,7 @@ class Coordinator:
 
     def new_publish(self) -> None:
         self._excluded = {}
+        self.acceptance.new_publish()
 
     def prepare(self, request: Request, manifest: Manifest, seq: int) -> PublishReport | None:
         """Ask every engine, choose the epoch, start preflight on every rank, check routes; nothing is changed.
@@ -111,7 +112,6 @@ class Coordinator:
             A finished `noop` report if every engine holds the version already, else None.
         """
         self._members, self._manifest = [], manifest
-        self._counted_before = dict(self._counted)
         self._entered_receive = self._paused = False
         self._gather_statuses(request)
         if not request.force and all(self._holds(m, request) for m in self._members):
@@ -220,7 +220,7 @@ class Coordinator:
             try:
                 reply = future.result(request.deadline_s + 1)
                 m.kept = tuple(reply.get("spanning", m.kept))
-                self._counted[str(m.status["instance"])] = reply.get("speculation_counts") or {}
+                self.acceptance.committed(m.status, reply)
             except (errors.WeightSyncError, concurrent.futures.TimeoutError) as e:
                 lost[m.name] = str(e) or f"engine {m.name}: commit: no answer within {request.deadline_s:g} s"
         if lost:
@@ -291,10 +291,8 @@ class Coordinator:
                     num_tensors=max((a.num_tensors for a in prepared.values()), default=0),
                     loaded=prepared[0].loaded if 0 in prepared else {},
                     spanning_requests=m.kept if outcome == "committed" else (),
-                    speculation=acceptance(
-                        self._counted_before.get(str(m.status["instance"]), {}),
-                        m.status.get("speculation_counts") or {},
-                    ),
+                    missing_guarantees=missing(m.status),
+                    speculation_before=self.acceptance.before(m.status, committed=outcome == "committed"),
                 )
             )
         engine_reports.extend(
@@ -371,6 +369,7 @@ class Coordinator:
                 f"engine {name} speaks weightsync protocol {status.get('protocol')}, this trainer {PROTOCOL_VERSION}: "
                 "install the same weightsync on both sides"
             )
+        check_required(name, status, self.config.require)
         theirs, ours = Version(str(status["torch"])), Version(torch.__version__)
         if self.config.require_same_torch and theirs.release[:2] != ours.release[:2]:
             raise errors.UnsupportedError(

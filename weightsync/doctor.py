@@ -23,18 +23,11 @@ from weightsync import errors
 from weightsync.engine.control import HttpControl
 from weightsync.engines.capabilities import find_row
 from weightsync.engines.sglang.control import SglangControl
+from weightsync.guarantees import GUARANTEES
+from weightsync.guarantees import missing as missing_guarantees
 from weightsync.protocol import PROTOCOL_VERSION
 
-__all__ = ["GUARANTEES", "Diagnosis", "add_arguments", "diagnose", "run"]
-
-GUARANTEES = (
-    "target and drafts are loaded from one receive",
-    "every rank acknowledges every byte",
-    "routes and coverage are proved before anything is written",
-    "after a failure the engine is fenced until a full publish",
-    "no cached prefix outlives its version",
-)
-"""Of a publish to an engine in which weightsync's part is at work; of any other none holds."""
+__all__ = ["Diagnosis", "add_arguments", "diagnose", "run"]
 
 Health = Literal["ready", "fenced", "not ready", "unknown"]
 
@@ -60,6 +53,7 @@ class Diagnosis:
     version: str | None
     health: Health
     guarantees: tuple[str, ...]
+    """Of `weightsync.guarantees`, those that a publish to it gives; none where nothing of ours is at work."""
     missing: tuple[str, ...]
     """What stands in the way, each with the next step."""
     status: Mapping[str, Any]
@@ -103,7 +97,8 @@ def diagnose(url: str, *, api_key: str | None = None, deadline_s: float = 10.0) 
 
 
 def _from_status(url: str, status: Mapping[str, Any]) -> Diagnosis:
-    missing = []
+    lacking = missing_guarantees(status)
+    missing = [f"{GUARANTEES[name]}: {why}" for name, why in lacking.items()]
     if status.get("protocol") != PROTOCOL_VERSION:
         missing.append(
             f"it speaks weightsync protocol {status.get('protocol')}, this installation {PROTOCOL_VERSION}: install "
@@ -112,7 +107,7 @@ def _from_status(url: str, status: Mapping[str, Any]) -> Diagnosis:
     theirs, ours = Version(str(status["torch"])), Version(torch.__version__)
     if theirs.release[:2] != ours.release[:2]:
         missing.append(f"it runs torch {theirs}, this environment {ours}: a trainer should run the engine's release")
-    health: Health = "not ready" if missing else "fenced" if status["fenced"] else "ready"
+    health: Health = "not ready" if len(missing) > len(lacking) else "fenced" if status["fenced"] else "ready"
     if status["fenced"]:
         missing.append(f"it is fenced and does not serve: {status['fenced']}; publish everything to it")
     return Diagnosis(
@@ -120,7 +115,7 @@ def _from_status(url: str, status: Mapping[str, Any]) -> Diagnosis:
         engine=str(status.get("engine_kind", "embedded")),
         version=status.get("engine_version"),
         health=health,
-        guarantees=GUARANTEES,
+        guarantees=tuple(name for name in GUARANTEES if name not in lacking),
         missing=tuple(missing),
         status=dict(status),
     )
@@ -191,7 +186,7 @@ def _print(found: Diagnosis) -> None:
     ):
         if value is not None:
             print(f"  {label:12} {value}")
-    for text in GUARANTEES:
-        print(f"  {'yes' if text in found.guarantees else 'no ':12} {text}")
+    for name, text in GUARANTEES.items():
+        print(f"  {'yes' if name in found.guarantees else 'no ':12} {text}")
     for text in found.missing:
         print(f"  missing      {text}")

@@ -233,6 +233,13 @@ class Publisher:
         thread.start()
         return self._pending
 
+    def measure_acceptance(self, report: PublishReport) -> PublishReport:
+        """The report of the last publish with `speculation_after` filled in: what was accepted since, by the engines'
+        own counters. Call it once the engines have generated; on trainer rank 0 (others get `report` back).
+        """
+        c = self._coordinator
+        return report if c is None else c.acceptance.measure(report, c.engines, self.config.control_s)
+
     def close(self) -> None:
         """Close groups and the store, after a publish in the background. Engines keep serving what they hold."""
         if self._closed:

@@ -35,9 +35,13 @@ class EngineReport:
     """Runner -> tensors loaded, of rank 0."""
     spanning_requests: tuple[Mapping[str, Any], ...] = ()
     """Requests that were kept running and so span two versions (pause mode `keep`)."""
-    speculation: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    missing_guarantees: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Guarantee (`weightsync.guarantees`) that this engine's way of taking weights lacks -> why, and how to get it."""
+    speculation_before: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """`spec_accept_rate` and `spec_accept_length` (tokens per step) of what was generated since this publisher's last
     commit (before its first: since the engine's start), by the engine's counters; empty without any."""
+    speculation_after: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """The same of what was generated since this commit: empty until `Publisher.measure_acceptance` looks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,10 +108,13 @@ class PublishReport:
             "attempts": float(self.attempts),
         }
         out |= {f"seconds_{p}": self.phases[p] for p in PHASES if p in self.phases}
-        for key in ("spec_accept_length", "spec_accept_rate"):
-            values = [e.speculation[key] for e in self.engines if key in e.speculation]
-            if values:
-                out[key] = sum(values) / len(values)
+        for when in ("before", "after"):
+            found = [e.speculation_before if when == "before" else e.speculation_after for e in self.engines]
+            for key in ("spec_accept_length", "spec_accept_rate"):
+                values = [speculation[key] for speculation in found if key in speculation]
+                if values:
+                    out[f"{key}_{when}"] = sum(values) / len(values)
+        out["guarantees_missing"] = float(len({name for e in self.engines for name in e.missing_guarantees}))
         return {prefix + k: v for k, v in out.items()}
 
 
@@ -131,10 +138,11 @@ class Measurements:
             self.peaks[process] = peak_extra_bytes
 
 
-def acceptance(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
-    """`EngineReport.speculation` from two readings of `drafts`, `draft_tokens` and `accepted_tokens`."""
+def acceptance(then: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
+    """`spec_accept_rate` (accepted share of the proposed tokens) and `spec_accept_length` (tokens per step, the
+    target's own included) between two readings; empty if nothing was proposed."""
     drafts, proposed, accepted = (
-        now.get(k, 0.0) - before.get(k, 0.0) for k in ("drafts", "draft_tokens", "accepted_tokens")
+        now.get(k, 0.0) - then.get(k, 0.0) for k in ("drafts", "draft_tokens", "accepted_tokens")
     )
     if drafts <= 0 or proposed <= 0:
         return {}

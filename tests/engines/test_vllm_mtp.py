@@ -210,7 +210,7 @@ def test_the_control_api_asks_for_the_key_and_other_ways_to_the_weights_are_clos
     server.generate()
 
 
-def test_the_report_has_the_acceptance_of_the_version_that_was_replaced(server: Server) -> None:
+def test_the_report_has_the_acceptance_before_a_publish_and_after_it(server: Server) -> None:
     source = models.Weights(DRAFT, 1)
     with server.publisher(source) as p:
         p.publish(1, force=True)
@@ -219,11 +219,18 @@ def test_the_report_has_the_acceptance_of_the_version_that_was_replaced(server: 
         good = p.publish(2, "target")
         server.generate()
         stale = p.publish(2)
-        silent = p.publish(3)
-    assert good.engines[0].speculation == {"spec_accept_rate": 1.0, "spec_accept_length": 2.0}
-    assert good.metrics()["weightsync/spec_accept_rate"] == 1.0
-    assert stale.engines[0].speculation["spec_accept_rate"] < 0.2
-    assert silent.engines[0].speculation == {}
+        unmeasured = p.measure_acceptance(stale)
+        server.generate()
+        stale = p.measure_acceptance(stale)
+        p.publish(3)
+        silent = p.publish(4)
+    assert good.engines[0].speculation_before == {"spec_accept_rate": 1.0, "spec_accept_length": 2.0}
+    assert good.metrics()["weightsync/spec_accept_rate_before"] == 1.0
+    assert stale.engines[0].speculation_before["spec_accept_rate"] < 0.2
+    assert unmeasured.engines[0].speculation_after == {}
+    assert stale.engines[0].speculation_after == {"spec_accept_rate": 1.0, "spec_accept_length": 2.0}
+    assert stale.metrics()["weightsync/spec_accept_length_after"] == 2.0
+    assert silent.engines[0].speculation_before == {}
 
 
 def test_status_says_what_the_engine_is(server: Server) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.weightsync.fleet import Weights, engine, publisher
 from weightsync import cli, doctor, errors
+from weightsync.guarantees import GUARANTEES
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def test_an_embedded_engine_is_ready_after_a_publish_and_asks_for_its_key(tmp_pa
             p.publish(1)
         found = doctor.diagnose(e.url, api_key=e.control().api_key)
         assert (found.engine, found.health) == ("embedded", "ready")
-        assert found.guarantees == doctor.GUARANTEES
+        assert found.guarantees == tuple(GUARANTEES)
         assert found.status["versions"] == {"target": 1, "draft[0]": 1}
         key = tmp_path / "key"
         key.write_text(e.control().api_key + "\n")
