@@ -34,9 +34,9 @@ SLOW_PROGRAM = "import sys; sys.path.insert(0, {root!r}); from benchmarks.checkp
 
 def slow_writer():
     """The writer program, held up for as long as the file named by the environment says (rank 1 only)."""
-    from checkpoint import writer
+    from checkpoint import progress, writer
 
-    plain = writer._Writer._enter
+    plain = progress.Progress.enter
 
     def enter(self, phase):
         plain(self, phase)
@@ -44,7 +44,7 @@ def slow_writer():
         if phase == "write" and self.rank == 1 and path.exists():
             time.sleep(float(path.read_text()))
 
-    writer._Writer._enter = enter
+    progress.Progress.enter = enter
     writer.main()
 
 

@@ -1,72 +1,41 @@
-"""The trainer's side of saving: stage a state, hand it to the writer, and learn what became of it without waiting.
+"""What a trainer holds: save a state, learn what became of it without waiting, load the best that there is.
 
     checkpointer = Checkpointer(root, rank=r, world_size=n)     # on every rank, once; the only use of a process group
     handle = checkpointer.save(step, state)                     # returns when the state is staged
     checkpointer.poll()                                         # every step: reads a flag; callbacks run here
     checkpointer.close()
 
-`save` copies the state into shared memory and returns. A thread of this process watches the writer: by its exit code,
-by the words it leaves in shared memory, never by waiting for it. A writer that dies or stalls is named to the other
-ranks and replaced. Every rank calls `save` in the same order.
-
-long: one object with one lock, shared by two threads; apart, its halves would be harder to follow.
+Every rank calls `save` in the same order. `plan` lays the state out, `stage` copies it into shared memory, `supervise`
+watches the writer process that does the rest; `load` chooses and proves what is read.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import logging
 import os
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from checkpoint.config import SaveConfig
 from checkpoint.disk import Need, disk_left_bytes, folder_bytes, memory_left_bytes
 from checkpoint.drain import DrainQueue
-from checkpoint.errors import CheckpointError, ConfigError, DiskError, SaveError, StoreLost, WriterLost
+from checkpoint.errors import ConfigError, DiskError, SaveError, StoreLost, WriterLost
 from checkpoint.events import LoadResult, SaveEvent, SaveHandle
-from checkpoint.layout import LeftOver, clean_up, committed_path, committed_steps
+from checkpoint.layout import LeftOver, clean_up, committed_steps
 from checkpoint.load import LoadGroup, candidates, load_best
 from checkpoint.plan import Plan, State, digest_common, make_plan
-from checkpoint.process import WriterProcess
-from checkpoint.staging import (
-    ALIVE_NS,
-    BATCHES_STAGED,
-    BATCHES_WRITTEN,
-    BYTES_DONE,
-    PHASE,
-    PHASES,
-    PROGRESS_NS,
-    Staging,
-)
+from checkpoint.stage import Stager
 from checkpoint.store import HostedStore, Store
-from checkpoint.vote import Culprit, decide_abort, describe, read_verdict, report_failure
+from checkpoint.supervise import InFlight, Supervisor
 
 __all__ = ["Checkpointer"]
 
 log = logging.getLogger("checkpoint")
-
-WATCH_EVERY_S = 0.02
-
-
-@dataclasses.dataclass(kw_only=True, slots=True)
-class _Active:
-    handle: SaveHandle
-    plan: Plan
-    common: dict[str, str]
-    end: float
-    attempt: str
-    tries: int = 0
-    sealed: bool = False
-    lost: str | None = None
 
 
 class Checkpointer:
@@ -106,28 +75,29 @@ class Checkpointer:
         self._hosted: HostedStore | None = None
         self._address, self._run_id = self._rendezvous(store, bind_host)
         self.root.mkdir(parents=True, exist_ok=True)
-        self._staging: Staging | None = None
-        self._client: Store | None = None
-        self._saves = 0
-        self._loads = 0
-        self._failures_in_a_row = 0
-        self._views: tuple[Any, list[torch.Tensor]] = (None, [])
-        self._events: collections.deque[SaveEvent] = collections.deque()
-        self._changed = threading.Condition()
-        self._active: _Active | None = None
-        self._undrained: dict[int, SaveHandle] = {}
-        self._drains: DrainQueue | None = None
-        self._closing = False
-        self._places: dict[str, Any] = {"nodes": None, "hosts": None}
-        self._writer: WriterProcess | None = self._spawn()
-        self._places = {name: self._writer.ready[name] for name in ("nodes", "hosts")}
-        self.node = int(self._places["nodes"][str(rank)])
-        if self.config.durable_url is not None and self.node == rank:
-            self._drains = DrainQueue(self.root, self.config.durable_url, self.config.durable_bytes_per_s)
-        self.removed: list[LeftOver] = clean_up(self.root) if self.node == rank else []
+        self._saves = self._loads = self._failures_in_a_row = 0
+        self._stager = Stager()
+        self._supervisor = Supervisor(
+            {
+                "root": str(self.root),
+                "rank": rank,
+                "world_size": world_size,
+                "store": self._address,
+                "run_id": self._run_id,
+                "trainer_pid": os.getpid(),
+                "deadline_s": self.config.start_deadline_s,
+                "nodes": None,
+                "hosts": None,
+            },
+            self.config,
+        )
+        self.node = int(self._supervisor.places["nodes"][str(rank)])
+        """The lowest rank that sees the same root."""
+        leads, url = self.node == rank, self.config.durable_url
+        self.removed: list[LeftOver] = clean_up(self.root) if leads else []
         """What dead attempts of earlier runs left and this start removed."""
-        self._thread = threading.Thread(target=self._watch, name="checkpoint-watch", daemon=True)
-        self._thread.start()
+        drains = DrainQueue(self.root, url, self.config.durable_bytes_per_s) if leads and url is not None else None
+        self._supervisor.watch(drains)
 
     def _rendezvous(self, store: str | None, bind_host: str) -> tuple[str, str]:
         """(address, run id) of the store."""
@@ -155,25 +125,10 @@ class Checkpointer:
         client.close()
         return store, str(run_id)
 
-    def _spawn(self) -> WriterProcess:
-        return WriterProcess(
-            {
-                "root": str(self.root),
-                "rank": self.rank,
-                "world_size": self.world_size,
-                "store": self._address,
-                "run_id": self._run_id,
-                "trainer_pid": os.getpid(),
-                "deadline_s": self.config.start_deadline_s,
-                **self._places,
-            }
-        )
-
     @property
     def writer_pid(self) -> int | None:
         """Process id of the writer; None while it is being replaced."""
-        writer = self._writer
-        return writer.pid if writer is not None else None
+        return self._supervisor.writer_pid
 
     def preflight(self, state: State | dict[str, Any], *, deadline_s: float = 60.0) -> Need:
         """Check that disk and memory take the saves of such a state, and touch the staging memory; every rank calls it.
@@ -183,12 +138,7 @@ class Checkpointer:
         Raises:
             DiskError: it does not fit; says what is needed, held and left. LoadError: a rank did not call in time.
         """
-        plan = make_plan(
-            self._as_state(state, None),
-            rank=self.rank,
-            num_files=self.config.num_files,
-            staging_bytes=self.config.staging_bytes,
-        )
+        plan = self._plan(self._as_state(state, None))
         group = self._group(deadline_s)
         self._loads += 1
         try:
@@ -213,16 +163,14 @@ class Checkpointer:
                 f"{retention}), holds {held}, and only {need.disk_left_bytes} more can be written: lower keep_last, or "
                 "free space"
             )
-        if self._staging is None and need.memory_left_bytes is not None and staging > need.memory_left_bytes:
+        if self._stager.staging is None and need.memory_left_bytes is not None and staging > need.memory_left_bytes:
             raise DiskError(
                 f"staging takes {staging} bytes of shared memory on {socket.gethostname()}, {need.memory_left_bytes} "
                 "are left: set staging_bytes to stream the state in parts"
             )
-        self._await_idle(SaveHandle(step=-1, attempt="", nbytes=0))
+        self._supervisor.await_idle(-1)
         self._ensure_staging(plan)
         return need
-
-    # Saving, on the training thread
 
     def save(self, step: int, state: State | dict[str, Any], *, content_metadata: Any = None) -> SaveHandle:
         """Stage a state and return; what follows happens elsewhere.
@@ -244,11 +192,12 @@ class Checkpointer:
         self._saves += 1
         attempt = f"{self._run_id}.{self._saves}"
         handle = SaveHandle(step=step, attempt=attempt, nbytes=0)
-        self._await_idle(handle)
+        self._supervisor.await_idle(step)
+        handle.waited_s = time.monotonic() - began
         part = self._as_state(state, content_metadata)
-        plan = make_plan(part, rank=self.rank, num_files=self.config.num_files, staging_bytes=self.config.staging_bytes)
+        plan = self._plan(part)
         handle.nbytes = plan.nbytes
-        active = _Active(
+        active = InFlight(
             handle=handle,
             plan=plan,
             common=digest_common(part.common),
@@ -257,15 +206,13 @@ class Checkpointer:
         )
         self._ensure_staging(plan)
         try:
-            with self._changed:
-                self._command(active)
-                self._active = active
-            self._stage(active)
+            self._supervisor.launch(active)
+            self._stager.copy(plan, ended=lambda: self._supervisor.is_over(active))
         except WriterLost as e:
             # The watching thread replaces the writer; this attempt is over for this rank, and so for all.
             active.lost = str(e)
         handle.blocked_s = time.monotonic() - began
-        self._events.append(SaveEvent(kind="staged", step=step, handle=handle))
+        self._supervisor.events.append(SaveEvent(kind="staged", step=step, handle=handle))
         return handle
 
     def _as_state(self, state: State | dict[str, Any], content_metadata: Any) -> State:
@@ -279,98 +226,13 @@ class Checkpointer:
             part = dataclasses.replace(part, common={**part.common, "content_metadata": content_metadata})
         return part
 
-    def _await_idle(self, handle: SaveHandle) -> None:
-        began = time.monotonic()
-        limit = began + self.config.deadline_s * (1 + self.config.retries) + 4 * self.config.grace_s + 60
-        with self._changed:
-            while (self._active is not None or self._writer is None) and not self._closing:
-                if not self._changed.wait(max(limit - time.monotonic(), 0)) and time.monotonic() >= limit:
-                    raise SaveError(f"step {handle.step}: the save before it did not end within its own deadline")
-            if self._closing:
-                raise SaveError("the Checkpointer is closed")
-        handle.waited_s = time.monotonic() - began
+    def _plan(self, state: State) -> Plan:
+        config = self.config
+        return make_plan(state, rank=self.rank, num_files=config.num_files, staging_bytes=config.staging_bytes)
 
     def _ensure_staging(self, plan: Plan) -> None:
-        if self._staging is not None and self._staging.nbytes >= plan.staging_bytes:
-            return
-        self._views = (None, [])
-        if self._staging is not None:
-            self._staging.close()
-        self._staging = Staging(plan.staging_bytes)
-        writer = self._writer
-        if writer is not None:
-            writer.send_staging(self._staging)
-
-    def _command(self, active: _Active) -> None:
-        """Tell the writer; the caller holds the lock."""
-        staging, writer, config = self._staging, self._writer, self.config
-        assert staging is not None
-        if writer is None:
-            raise WriterLost(f"rank {self.rank} has no writer")
-        staging.begin()
-        plan = active.plan
-        known = writer.plan == plan.structure
-        writer.send(
-            "save",
-            attempt=active.attempt,
-            step=active.handle.step,
-            end=active.end,
-            stall_s=config.stall_s,
-            grace_s=config.grace_s,
-            plan=None
-            if known
-            else {"items": plan.items, "batches": plan.batches, "num_files": plan.num_files, "nbytes": plan.nbytes},
-            common=active.common,
-            retention={"keep_last": config.retention.keep_last, "keep_every": config.retention.keep_every},
-            keep_aborted=config.keep_aborted,
-            # Only the one that is being read: durable storage that is down must not fill the local disk.
-            protect=[] if self._drains is None else self._drains.reading,
-        )
-        writer.plan = plan.structure
-
-    def _stage(self, active: _Active) -> None:
-        staging, plan = self._staging, active.plan
-        assert staging is not None
-        if self._views[0] != plan.structure:
-            self._views = (plan.structure, self._make_views(plan))
-        views = self._views[1]
-        if any(isinstance(s, torch.Tensor) and s.is_cuda for s in plan.sources):
-            staging.register_cuda()
-        raw = staging.raw
-        for number, batch in enumerate(plan.batches):
-            # Of two halves one is free again once the part before the last is written.
-            while number >= 2 and staging.header[BATCHES_WRITTEN] < number - 1:
-                if active.handle.done or self._active is not active or time.monotonic() > active.end:
-                    return  # decided meanwhile; the watching thread has said why
-                time.sleep(0.001)
-            on_device = False
-            for index, offset in batch:
-                source = plan.sources[index]
-                if isinstance(source, torch.Tensor):
-                    on_device |= source.is_cuda
-                    if source.numel():
-                        views[index].copy_(source.detach().reshape(views[index].shape), non_blocking=source.is_cuda)
-                else:
-                    raw[offset : offset + len(source)] = source
-            if on_device:
-                torch.cuda.synchronize()
-            staging.header[BATCHES_STAGED] = number + 1
-
-    def _make_views(self, plan: Plan) -> list[torch.Tensor]:
-        assert self._staging is not None
-        views = [torch.empty(0)] * len(plan.items)
-        for batch in plan.batches:
-            for index, offset in batch:
-                item = plan.items[index]
-                if item["kind"] == "tensor" and item["nbytes"]:
-                    flat = self._staging.data[offset : offset + item["nbytes"]]
-                    source = plan.sources[index]
-                    assert isinstance(source, torch.Tensor)
-                    # Of the source's shape, not of the box: a view that is not contiguous is copied in one pass.
-                    views[index] = flat.view(source.dtype).view(source.shape if source.dim() else ())
-        return views
-
-    # Loading
+        if (new := self._stager.ensure(plan)) is not None:
+            self._supervisor.use(new)
 
     def load(
         self,
@@ -423,13 +285,13 @@ class Checkpointer:
             store=Store(self._address, self._run_id + "/"),
             rank=self.rank,
             world_size=self.world_size,
-            hosts={int(k): v for k, v in self._places["hosts"].items()},
+            hosts={int(k): v for k, v in self._supervisor.places["hosts"].items()},
             end=time.monotonic() + deadline_s,
         )
 
     def _mates(self) -> list[int]:
         """Ranks of this node, ascending."""
-        return sorted(int(rank) for rank, node in self._places["nodes"].items() if node == self.node)
+        return sorted(int(rank) for rank, node in self._supervisor.places["nodes"].items() if node == self.node)
 
     def poll(self) -> list[SaveEvent]:
         """What happened since the last call; runs the callback. Never waits.
@@ -437,9 +299,9 @@ class Checkpointer:
         Raises:
             SaveError: a save failed and `on_failure` is "raise", or too many failed in a row.
         """
-        events = []
-        while self._events:
-            event = self._events.popleft()
+        events, queue = [], self._supervisor.events
+        while queue:
+            event = queue.popleft()
             events.append(event)
             if self._on_event is not None:
                 self._on_event(event)
@@ -460,43 +322,31 @@ class Checkpointer:
         Raises:
             SaveError: it did not within `deadline_s` (None: its own deadline and what ending it takes), or as `poll`.
         """
-        with self._changed:
-            active = self._active
-            if active is not None:
-                config = self.config
-                patience = config.deadline_s * (1 + config.retries) + 4 * config.grace_s + 60
-                if not self._changed.wait_for(lambda: active.handle.done, deadline_s or patience):
-                    raise SaveError(
-                        f"step {active.handle.step} is in phase {self._phase()} after {deadline_s or patience:g} s"
-                    )
+        handle = self._supervisor.wait(deadline_s)
         self.poll()
-        return active.handle if active is not None else None
+        return handle
+
+    def wait_drained(self, deadline_s: float) -> bool:
+        """Wait until everything committed by this rank's node is durable; False at the deadline."""
+        done = self._supervisor.wait_drained(deadline_s)
+        self.poll()
+        return done
 
     def close(self, deadline_s: float | None = None) -> None:
         """Let the save in flight end, then stop the writer. Idempotent; errors of that save are raised after."""
-        if self._closing:
+        if self._supervisor.closing:
             return
         try:
             self.wait(deadline_s)
         finally:
-            with self._changed:
-                self._closing = True
-                self._changed.notify_all()
-            self._thread.join(10)
-            if self._drains is not None:
-                self._drains.stop()
-            if self._writer is not None:
-                self._writer.close(5)
-                self._writer = None
+            self._supervisor.close()
             self._part()
-            self._views = (None, [])
-            if self._staging is not None:
-                self._staging.close()
+            self._stager.close()
 
     def _part(self) -> None:
         """Rank 0 serves the store until everybody has said goodbye, or the grace is over."""
         try:
-            client = self._client or Store(self._address, self._run_id + "/", reply_timeout_s=self.config.grace_s)
+            client = Store(self._address, self._run_id + "/", reply_timeout_s=self.config.grace_s)
             client.count("bye", 1)
             end = time.monotonic() + self.config.grace_s
             while self._hosted is not None and time.monotonic() < end:
@@ -514,188 +364,3 @@ class Checkpointer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    # Watching, on a thread of its own
-
-    def _watch(self) -> None:
-        while not self._closing:
-            self._drain_some()
-            writer = self._writer
-            if writer is None:
-                self._replace()
-                continue
-            # The pipe wakes this thread; the timeout is for what a dead or stopped writer cannot say.
-            events = writer.events(WATCH_EVERY_S if self._active is not None else 0.1)
-            for event in events:
-                if event["event"] == "result" and (active := self._active) and event["attempt"] == active.attempt:
-                    self._conclude(active, event)
-            active = self._active
-            if active is not None:
-                if not active.sealed and self._phase() in PHASES[PHASES.index("vote") :]:
-                    self._seal(active)
-                if (reason := self._trouble(active, writer)) is not None:
-                    self._give_up(active, writer, reason)
-            elif writer.dead and not self._closing:
-                log.warning("the idle writer of rank %d %s; it is replaced", self.rank, writer.fate())
-                self._drop(writer)
-
-    def _phase(self) -> str:
-        return PHASES[self._staging.header[PHASE]] if self._staging is not None else "idle"
-
-    def _seal(self, active: _Active) -> None:
-        active.sealed = True
-        if active.handle.state == "staged":
-            active.handle.state = "sealed"
-            self._events.append(SaveEvent(kind="sealed", step=active.handle.step, handle=active.handle))
-
-    def _trouble(self, active: _Active, writer: WriterProcess) -> str | None:
-        """Why this rank's writer has to be given up, or None."""
-        if active.lost is not None:
-            return active.lost
-        if writer.dead:
-            return f"its writer (pid {writer.pid}) {writer.fate()}"
-        staging, now = self._staging, time.monotonic()
-        assert staging is not None
-        phase = self._phase()
-        since_alive = now - staging.header[ALIVE_NS] / 1e9
-        if since_alive > self.config.stall_s and phase != "finished":
-            return f"its writer (pid {writer.pid}) has not been scheduled for {since_alive:.1f} s"
-        staged = staging.header[BATCHES_STAGED] > staging.header[BATCHES_WRITTEN]
-        since_progress = now - staging.header[PROGRESS_NS] / 1e9
-        if phase == "write" and staged and since_progress > self.config.stall_s:
-            return f"its writer (pid {writer.pid}) has written nothing for {since_progress:.1f} s"
-        if now > active.end + 3 * self.config.grace_s:
-            return f"its writer (pid {writer.pid}) did not end {now - active.end:.1f} s after the deadline"
-        return None
-
-    def _culprit(self, active: _Active, error: str) -> Culprit:
-        staging = self._staging
-        assert staging is not None
-        done = min(int(staging.header[BYTES_DONE]), active.plan.nbytes)
-        now = time.monotonic()
-        began = active.end - self.config.deadline_s
-        return Culprit(
-            rank=self.rank,
-            host=socket.gethostname(),
-            phase=self._phase(),
-            error=error,
-            bytes_done=done,
-            bytes_total=active.plan.nbytes,
-            rate_bytes_s=done / max(now - began, 1e-6),
-            heartbeat_age_s=now - staging.header[ALIVE_NS] / 1e9,
-        )
-
-    def _conclude(self, active: _Active, result: dict[str, Any]) -> None:
-        active.handle.result = {k: v for k, v in result.items() if k not in ("event", "culprits", "outcome", "attempt")}
-        if result["outcome"] == "committed":
-            self._end(active, "committed", ())
-            return
-        self._failed(active, [Culprit(**c) for c in result["culprits"]], retry=result["outcome"] == "aborted")
-
-    def _failed(self, active: _Active, culprits: list[Culprit], *, retry: bool) -> None:
-        log.warning("step %d was not committed: %s", active.handle.step, describe(culprits))
-        again = retry and self.config.on_failure == "retry" and active.tries < self.config.retries
-        if again and len(active.plan.batches) == 1 and not self._closing:
-            active.tries += 1
-            active.attempt = f"{active.handle.attempt}r{active.tries}"
-            active.end = time.monotonic() + self.config.deadline_s
-            active.lost = None
-            try:
-                with self._changed:
-                    self._command(active)
-                    assert self._staging is not None
-                    self._staging.header[BATCHES_STAGED] = 1
-            except WriterLost as e:
-                active.lost = str(e)
-            return
-        self._end(active, "failed", tuple(culprits))
-
-    def _end(self, active: _Active, state: str, culprits: tuple[Culprit, ...]) -> None:
-        if state == "committed":
-            self._seal(active)
-            active.handle.path = committed_path(self.root, active.handle.step)
-        with self._changed:
-            active.handle.culprits = culprits
-            active.handle.state = state
-            self._events.append(SaveEvent(kind=state, step=active.handle.step, handle=active.handle))
-            if state == "committed" and self._drains is not None:
-                self._drains.add(active.handle.step)
-                self._undrained[active.handle.step] = active.handle
-            self._active = None
-            self._changed.notify_all()
-
-    def _drain_some(self) -> None:
-        if self._drains is None:
-            return
-        durable = self._drains.poll()
-        for step in [step for step in self._undrained if step not in self._drains.pending]:
-            with self._changed:
-                handle = self._undrained.pop(step)
-                if step in durable:  # else it was pruned first
-                    handle.drained = True
-                    self._events.append(SaveEvent(kind="drained", step=step, handle=handle))
-                self._changed.notify_all()
-
-    def wait_drained(self, deadline_s: float) -> bool:
-        """Wait until everything committed by this rank's node is durable; False at the deadline."""
-        with self._changed:
-            done = self._changed.wait_for(lambda: not self._undrained, deadline_s)
-        self.poll()
-        return done
-
-    def _give_up(self, active: _Active, writer: WriterProcess, reason: str) -> None:
-        """Name the writer's end to everybody, learn the verdict, and start another writer that carries it out."""
-        culprit = self._culprit(active, reason)
-        log.warning("rank %d gives its writer up: %s", self.rank, culprit)
-        self._drop(writer)
-        verdict: dict[str, Any] | None = None
-        try:
-            if self._client is None:
-                self._client = Store(self._address, self._run_id + "/", reply_timeout_s=self.config.grace_s)
-            store = self._client
-            report_failure(store, active.attempt, culprit)
-            if self.rank != 0:
-                verdict = store.wait(f"{active.attempt}/verdict", time.monotonic() + self.config.grace_s)
-            if verdict is None:
-                verdict = decide_abort(store, active.attempt, [culprit])
-        except StoreLost as e:
-            self._client = None
-            self._failed(active, [culprit, self._culprit(active, str(e))], retry=False)
-            return
-        committed, culprits = read_verdict(verdict)
-        # The successor is started before the outcome is told, so that the next save finds it.
-        self._replace(finish=active)
-        if committed:
-            self._end(active, "committed", ())
-        else:
-            self._failed(active, culprits, retry=True)
-
-    def _drop(self, writer: WriterProcess) -> None:
-        with self._changed:
-            self._writer = None
-        writer.kill()
-
-    def _replace(self, finish: _Active | None = None) -> None:
-        try:
-            writer = self._spawn()
-            if self._staging is not None:
-                writer.send_staging(self._staging)
-            if finish is not None:
-                writer.send(
-                    "finish",
-                    attempt=finish.attempt,
-                    step=finish.handle.step,
-                    grace_s=self.config.grace_s,
-                    keep_aborted=self.config.keep_aborted,
-                )
-                end = time.monotonic() + 2 * self.config.grace_s
-                while time.monotonic() < end and not writer.dead:
-                    if any(e["event"] == "finished" for e in writer.events(end - time.monotonic())):
-                        break
-        except CheckpointError as e:
-            log.warning("rank %d could not start another writer, trying again: %s", self.rank, e)
-            time.sleep(1.0)
-            return
-        with self._changed:
-            self._writer = writer
-            self._changed.notify_all()

@@ -20,14 +20,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from checkpoint.errors import CoverageError
-from checkpoint.seals import Seal, index_from_seals
+from checkpoint.seals import Seal, common_differences, index_from_seals
 from checkpoint.store import Store
 
-__all__ = ["Culprit", "Watch", "collect_seals", "decide_abort", "describe", "read_verdict"]
+__all__ = ["Ballot", "Culprit", "decide_abort", "describe", "dump", "read_verdict", "report_failure"]
 
 WATCH_EVERY_S = 0.5
 
@@ -60,7 +60,7 @@ def describe(culprits: Sequence[Culprit]) -> str:
     return "; ".join(str(c) for c in culprits[:4]) + more
 
 
-class Watch:
+class _Watch:
     """Looks at the ranks that are missing, so that their silence can be dated by this host's clock."""
 
     def __init__(self, store: Store, attempt: str, hosts: Mapping[int, str]) -> None:
@@ -97,7 +97,7 @@ class Watch:
         )
 
 
-def collect_seals(
+def _collect_seals(
     store: Store, attempt: str, hosts: Mapping[int, str], end: float, stall_s: float
 ) -> tuple[list[Seal], list[Culprit]]:
     """All seals by rank, checked to make up a whole checkpoint; or else who is to blame. Coordinator only.
@@ -106,7 +106,7 @@ def collect_seals(
     that has begun says nothing for `stall_s`.
     """
     world_size = len(hosts)
-    watch = Watch(store, attempt, hosts)
+    watch = _Watch(store, attempt, hosts)
     missing, next_watch, pause = set(range(world_size)), time.monotonic() + WATCH_EVERY_S, 0.002
     while True:
         if store.count(f"{attempt}/failed"):
@@ -137,6 +137,99 @@ def collect_seals(
 def _failures(store: Store, attempt: str, world_size: int) -> list[Culprit]:
     found = [store.get(f"{attempt}/fail/{rank}") for rank in range(world_size)]
     return [Culprit(**value) for value in found if value is not None]
+
+
+Prepare = Callable[[Sequence[Seal], bytes], Culprit | None]
+"""(seals of all ranks, common state) -> None once this node's commit record is on disk, or why it is not."""
+
+
+class Ballot:
+    """One attempt, as a writer votes on it.
+
+    Args:
+        nodes, hosts: of every rank: lowest rank of its node, name of its host.
+        end, grace_s: who has not sealed at `end` is named; who has no verdict `grace_s` later decides for an abort.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        attempt: str,
+        nodes: Mapping[int, int],
+        hosts: Mapping[int, str],
+        *,
+        end: float,
+        grace_s: float,
+    ) -> None:
+        self._store, self._attempt, self._hosts = store, attempt, hosts
+        self._nodes, self._ranks = sorted(set(nodes.values())), sorted(nodes)
+        self._end, self._grace_s = end, grace_s
+        self.decided_after_s = 0.0
+        """Of the coordinator: from the last seal to the verdict."""
+
+    def cast(self, seal: Seal, common: bytes | None) -> None:
+        """A rank's data is on its disk; rank 0 adds the common state."""
+        if common is not None:
+            self._store.set(f"{self._attempt}/common", common.hex())
+        self._store.set(f"{self._attempt}/seal/{seal.rank}", seal.to_json())
+        self._store.count(f"{self._attempt}/sealed", 1)
+
+    def coordinate(self, prepare: Prepare, common: bytes, stall_s: float) -> dict[str, Any]:
+        """Rank 0: gather the seals, let every node write its commit record, decide; returns the verdict."""
+        store, attempt = self._store, self._attempt
+        seals, culprits = _collect_seals(store, attempt, self._hosts, self._end, stall_s)
+        if culprits:
+            return decide_abort(store, attempt, culprits)
+        all_sealed = time.monotonic()
+        store.set(f"{attempt}/go", 1)
+        if (culprit := prepare(seals, common)) is not None:
+            return decide_abort(store, attempt, [culprit])
+        store.count(f"{attempt}/prepared", 1)
+        if culprits := self._await_prepared():
+            return decide_abort(store, attempt, culprits)
+        differs = {str(k): v[:20] for k, v in common_differences(seals).items()}
+        self.decided_after_s = time.monotonic() - all_sealed
+        verdict = store.decide(f"{attempt}/verdict", {"commit": seals[0].step, "common_differs": differs})
+        assert isinstance(verdict, dict)
+        return verdict
+
+    def _await_prepared(self) -> list[Culprit]:
+        store, attempt, pause = self._store, self._attempt, 0.001
+        while store.count(f"{attempt}/prepared") < len(self._nodes):
+            if store.count(f"{attempt}/failed") or time.monotonic() >= self._end:
+                error = "did not write its commit record in time"
+                missing = [n for n in self._nodes if n and not store.has(f"{attempt}/ready/{n}")]
+                return _failures(store, attempt, len(self._ranks)) or [
+                    Culprit(rank=n, host=self._hosts[n], phase="prepare", error=error) for n in missing
+                ]
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.02)
+        return []
+
+    def follow(self, node: int, prepare: Prepare) -> Any:
+        """The lowest rank of another node: write its commit record when rank 0 says so; returns the verdict."""
+        store, attempt = self._store, self._attempt
+        while not store.has(f"{attempt}/go"):
+            if store.has(f"{attempt}/verdict") or time.monotonic() >= self._end + self._grace_s:
+                return self.await_verdict()
+            time.sleep(0.01)
+        values = store.get_all([f"{attempt}/seal/{rank}" for rank in self._ranks])
+        seals = [Seal.from_json(v, f"seal of rank {r}") for r, v in enumerate(values)]
+        if (culprit := prepare(seals, bytes.fromhex(store.get(f"{attempt}/common")))) is not None:
+            report_failure(store, attempt, culprit)
+        else:
+            store.set(f"{attempt}/ready/{node}", 1)
+            store.count(f"{attempt}/prepared", 1)
+        return self.await_verdict()
+
+    def await_verdict(self) -> Any:
+        """The verdict; an abort of this rank's own if there is none in time."""
+        verdict = self._store.wait(f"{self._attempt}/verdict", self._end + self._grace_s)
+        if verdict is None:
+            error = "the coordinator gave no verdict by the deadline"
+            culprit = Culprit(rank=0, host=self._hosts[0], phase="decide", error=error)
+            verdict = decide_abort(self._store, self._attempt, [culprit])
+        return verdict
 
 
 def report_failure(store: Store, attempt: str, culprit: Culprit) -> None:

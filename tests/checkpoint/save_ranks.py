@@ -156,7 +156,7 @@ def streaming(rank, world_size, address, root):
     with Checkpointer(root, rank=rank, world_size=world_size, store=address, config=config) as c:
         handle = c.save(1, state(rank, world_size, 1, keys=keys))
         c.wait()
-        return handle.state, handle.error, c._staging.nbytes, handle.nbytes
+        return handle.state, handle.error, c._stager.staging.nbytes, handle.nbytes
 
 
 def lost_store(rank, world_size, address, root, ready):
