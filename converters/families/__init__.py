@@ -6,14 +6,32 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from converters.errors import UnsupportedFamilyError
+from converters.families.delta import QWEN3_5, QWEN3_5_MULTIMODAL, QWEN3_NEXT
 from converters.families.dense import LLAMA, MIMO, QWEN2, QWEN3
 from converters.families.eagle3 import EAGLE3
+from converters.families.gpt_oss import GPT_OSS
+from converters.families.mla import DEEPSEEK_V3
+from converters.families.moe import GLM4_MOE, MIXTRAL, QWEN3_MOE
 from converters.rules.ruleset import RuleSet
 from converters.rules.table import Family, build
 
 __all__ = ["FAMILIES", "family_of", "rules_for"]
 
-FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, QWEN3, MIMO, EAGLE3)
+FAMILIES: tuple[Family, ...] = (
+    LLAMA,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    MIXTRAL,
+    DEEPSEEK_V3,
+    GLM4_MOE,
+    MIMO,
+    EAGLE3,
+    QWEN3_NEXT,
+    QWEN3_5,
+    QWEN3_5_MULTIMODAL,
+    GPT_OSS,
+)
 
 
 def family_of(hf_config: Mapping[str, Any]) -> Family:

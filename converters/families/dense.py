@@ -1,10 +1,11 @@
 """Tables of dense GQA decoders: Llama 2/3, Qwen2 and Qwen2.5, Qwen3, and MiMo (Qwen2 with MTP layers).
 
-The pieces (`gqa`, `mlp`, `dense_layer`, `decoder`, ...) are meant for other families' tables too.
+The pieces (`gqa`, `mlp`, `dense_layer`, `decoder`, ...) serve the other families' tables too.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -62,6 +63,11 @@ def has(key: str) -> Condition:
     return lambda config: config.flag(key)
 
 
+def count(*keys: str) -> Callable[[ModelConfig], int]:
+    """The integer under the first of `keys` that the config or the family's defaults have."""
+    return lambda config: config.integer(next((k for k in keys if config.get(k) is not None), keys[0]))
+
+
 def mlp(bias: Condition = never) -> tuple[Row, ...]:
     """Gated MLP, without its norm."""
     return (
@@ -84,14 +90,18 @@ def gqa(qkv_bias: Condition = never, output_bias: Condition = never, qk_norm: Co
     )
 
 
+QKV_NORM = Row("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
+MLP_NORM = Row("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight")
+
+
 def dense_layer(attention: tuple[Row, ...], feed_forward: tuple[Row, ...]) -> tuple[Row, ...]:
     """A decoder layer whose norms live in the linear layers after them."""
-    return (
-        Row("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
-        *attention,
-        Row("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight"),
-        *feed_forward,
-    )
+    return (QKV_NORM, *attention, MLP_NORM, *feed_forward)
+
+
+def at(layer: Callable[[ModelConfig, int], bool], rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """`rows` in those layers only."""
+    return tuple(dataclasses.replace(row, at=layer) for row in rows)
 
 
 EMBEDDING = Row(
@@ -104,12 +114,18 @@ FINAL_NORM = Row("decoder.final_layernorm.weight", "model.norm.weight")
 OUTPUT_LAYER = Row("output_layer.weight", "lm_head.weight", op=vocabulary, when=lambda config: not tied(config))
 
 
-def decoder(layer: tuple[Row, ...]) -> tuple[Section, ...]:
-    """Embedding, `num_hidden_layers` times `layer`, final norm, output layer."""
+def decoder(
+    layer: tuple[Row, ...], *, copied: tuple[Copy, ...] = (), head: tuple[Copy, ...] = ()
+) -> tuple[Section, ...]:
+    """Embedding, `num_hidden_layers` times `layer`, final norm, output layer.
+
+    `copied` and `head` are further Hugging Face names of embedding and output layer: MTP layers repeat them.
+    """
+    embedding = dataclasses.replace(EMBEDDING, copies=EMBEDDING.copies + copied)
     return (
-        Section(rows=(EMBEDDING,)),
+        Section(rows=(embedding,)),
         Section(rows=layer, mcore="decoder.layers.{i}.", hf="model.layers.{i}.", repeat=layers),
-        Section(rows=(FINAL_NORM, OUTPUT_LAYER)),
+        Section(rows=(FINAL_NORM, dataclasses.replace(OUTPUT_LAYER, copies=head))),
     )
 
 

@@ -44,9 +44,9 @@ class ModelConfig:
     def flag(self, key: str) -> bool:
         return bool(self.get(key))
 
-    def stores(self, ending: str) -> bool:
+    def stores(self, ending: str, *, within: str = "") -> bool:
         """Whether the source has a tensor whose name ends so: experts packed or one by one, and the like."""
-        return any(name.endswith(ending) for name in self.names)
+        return any(name.endswith(ending) and name.startswith(within) for name in self.names)
 
     @property
     def hidden(self) -> int:

@@ -14,7 +14,7 @@ import torch
 from converters.errors import ConfigMismatch, MappingError
 from converters.rules.config import ModelConfig
 
-__all__ = ["BlockScales", "Encoding", "fp8_blocks"]
+__all__ = ["BlockScales", "Encoding", "MxFp4", "fp8_blocks", "mxfp4"]
 
 
 class Encoding(abc.ABC):
@@ -76,3 +76,38 @@ def fp8_blocks(config: ModelConfig) -> Encoding | None:
     if not (isinstance(block, list | tuple) and len(block) == 2 and all(isinstance(b, int) and b > 0 for b in block)):
         raise ConfigMismatch(f"config has weight_block_size {block!r}, expected two positive integers")
     return BlockScales(block=(block[0], block[1]), dtype=dtype)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MxFp4(Encoding):
+    """`_blocks` uint8 [..., rows, n, 16], two E2M1 values a byte, the low half first; `_scales` uint8 [..., rows, n].
+
+    A scale is the power of two `scale - 127` for the 32 values of a block. The stored matrix is the transpose of the
+    one that a bfloat16 folder holds, and that one is what decoding gives: [..., n * 32, rows].
+    """
+
+    dtype: torch.dtype = torch.bfloat16
+
+    def stored(self, name: str) -> tuple[str, ...]:
+        return (name + "_blocks", name + "_scales")
+
+    def decode(self, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        blocks, scales = tensors
+        if blocks.dim() < 3 or blocks.shape[:-1] != scales.shape or blocks.dtype != torch.uint8:
+            raise MappingError(
+                f"MXFP4 blocks {blocks.dtype} {tuple(blocks.shape)} beside scales {tuple(scales.shape)}: expected "
+                "uint8 [..., rows, n, 16] beside [..., rows, n]"
+            )
+        table = torch.tensor(_E2M1 + tuple(-value for value in _E2M1), dtype=self.dtype, device=blocks.device)
+        low, high = (table[part.int()] for part in (blocks & 15, blocks >> 4))
+        values = torch.stack((low, high), -1).flatten(-2)
+        # Exact: a product with a power of two only moves the exponent.
+        return torch.ldexp(values, (scales.int() - 127).unsqueeze(-1)).to(self.dtype).flatten(-2).mT
+
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def mxfp4(config: ModelConfig) -> Encoding | None:
+    """The encoding of a folder whose config declares MXFP4 experts, else None."""
+    return MxFp4() if (config.get("quantization_config") or {}).get("quant_method") == "mxfp4" else None

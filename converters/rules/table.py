@@ -76,7 +76,8 @@ class Family:
     """One model family. `defaults` are what its config class assumes for absent keys.
 
     `dialects` are prefixes that writers use in place of the first of them, which is the one in the table. `check`
-    raises ConfigMismatch for a config that the rules do not cover.
+    raises ConfigMismatch for a config that the rules do not cover. A `part` of a larger model: its key in the config,
+    and the prefix that the table's (second) has in the whole (third).
     """
 
     name: str
@@ -86,6 +87,7 @@ class Family:
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     spellings: tuple[Spelling, ...] = ()
     dialects: tuple[str, ...] = ()
+    part: tuple[str, str, str] | None = None
     encoding: Callable[[ModelConfig], Encoding | None] = fp8_blocks
     check: Callable[[ModelConfig], None] = lambda config: None
 
@@ -113,6 +115,19 @@ def build(
         ConfigMismatch: the config lacks or contradicts a value.
     """
     have = frozenset(names or ())
+    if family.part:
+        key, own, whole = family.part
+        if not isinstance(values.get(key), Mapping):
+            raise ConfigMismatch(f"config has no {key!r}, which the {family.name} rules need")
+        values = {**values, **values[key]}
+
+        def spelled(name: str) -> str:
+            return whole + name.removeprefix(own) if name.startswith(own) else name
+    else:
+
+        def spelled(name: str) -> str:
+            return _in_dialect(name, family.dialects, dialect)
+
     config = ModelConfig(family=family.name, values=values, defaults=family.defaults, names=have)
     family.check(config)
     encoding = family.encoding(config)
@@ -140,7 +155,7 @@ def build(
                     mappings.append(
                         TensorMapping(
                             mcore=mcore,
-                            hf=tuple(_in_dialect(n, family.dialects, dialect) for n in hf + copies),
+                            hf=tuple(spelled(n) for n in hf + copies),
                             op=Chain((Copies(1 + len(copies)), op)) if copies else op,
                             role=section.role,
                             group=group or (mcore[0] if len(hf) > 1 else None),
