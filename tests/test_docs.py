@@ -80,18 +80,33 @@ def test_every_environment_variable_is_documented():
     assert used - named == set()
 
 
+def commands_of(main):
+    """The commands that `--help` lists under "commands"."""
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+        main(["--help"])
+    return re.findall(r"^    (\w+)", shown.getvalue(), re.MULTILINE)
+
+
 def test_every_option_of_the_command_line_is_documented():
     from converters import cli as ckpt
     from weightsync import cli
 
+    # Every command of `ckpt` has these; they stand once, in the section of the whole.
+    common = {"ckpt": {"--debug", "--json"}, "weightsync": set()}
     sections = dict(re.findall(r"^## ([\w ]+)$(.*?)(?=^## |\Z)", (REFERENCE / "cli.md").read_text(), re.M | re.S))
-    for name, main in (("weightsync bench", cli.main), ("weightsync doctor", cli.main), ("ckpt inspect", ckpt.main)):
-        shown = io.StringIO()
-        with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
-            main([name.split()[1], "--help"])
-        offered = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", shown.getvalue()))
-        documented = set(re.findall(r"^\| `(--[\w-]+)", sections[name], re.MULTILINE))
-        assert documented == offered - {"--help"}, name
+    for program, main in (("weightsync", cli.main), ("ckpt", ckpt.main)):
+        names = commands_of(main)
+        assert names
+        if common[program]:
+            assert set(re.findall(r"^\| `(--[\w-]+)", sections[program], re.MULTILINE)) == common[program]
+        for command in names:
+            shown = io.StringIO()
+            with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+                main([command, "--help"])
+            offered = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", shown.getvalue()))
+            documented = set(re.findall(r"^\| `(--[\w-]+)", sections[f"{program} {command}"], re.MULTILINE))
+            assert documented == offered - {"--help"} - common[program], f"{program} {command}"
 
 
 def test_every_name_of_the_api_page_is_there():

@@ -202,12 +202,23 @@ def test_what_is_no_folder_of_weights_is_wrong_usage(tmp_path, capsys, prepare, 
     assert out.err.count("\n") == 1
 
 
-def test_wrong_arguments_are_wrong_usage(capsys):
-    assert main([]) == 2
-    assert main(["inspect"]) == 2
-    assert main(["inspect", "--nonsense", "."]) == 2
-    assert main(["--help"]) == 0
-    assert "inspect" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "COMMAND"),
+        (["look"], "invalid choice: 'look'"),
+        (["inspect"], "PATH"),
+        (["inspect", "--nonsense", "."], "unrecognized arguments: --nonsense"),
+    ],
+)
+def test_wrong_arguments_are_one_line_and_status_2(argv, words, capsys):
+    with pytest.raises(SystemExit) as e:
+        main(argv)
+    out, err = capsys.readouterr()
+    assert (e.value.code, out) == (2, "")
+    assert words in err
+    assert err.count("\n") == 1
+    assert "--help" in err
 
 
 @pytest.mark.multiproc

@@ -1,0 +1,1 @@
+"""The commands of `ckpt` that look after saved checkpoints; `converters.cli` is their main."""
