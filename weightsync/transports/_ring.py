@@ -46,7 +46,7 @@ OFFER = b"M"
 """Followed by what the transport needs to map the memory."""
 _FAILED = b"F"
 """Followed by JSON: why this side hangs up."""
-_MAX_MESSAGE = 4096
+MAX_MESSAGE = 4096
 _VERDICT_S = 0.5
 """How long after its own deadline a receiver still waits for the sender, which alone knows who is missing."""
 _PAGE = mmap.PAGESIZE
@@ -152,7 +152,7 @@ class RingMember(Endpoint):
         who = peer_name(self.group, rank)
         while True:
             try:
-                message = self.links[rank].recv(_MAX_MESSAGE)
+                message = self.links[rank].recv(MAX_MESSAGE)
             except BlockingIOError:
                 return
             except ConnectionResetError:  # it left messages of ours unread; what it said before is still to come
@@ -211,7 +211,7 @@ class RingMember(Endpoint):
 
     def hang_up(self, kind: type[TransportError], text: str, peer: str) -> None:
         """Tell the other side why, as far as it can hear it, and let go of sockets and memory."""
-        said = {"kind": kind.__name__, "peer": peer, "text": text[: _MAX_MESSAGE // 8]}
+        said = {"kind": kind.__name__, "peer": peer, "text": text[: MAX_MESSAGE // 8]}
         for link in self.links.values():
             with contextlib.suppress(OSError):  # it is gone, or stopped and its queue is full
                 link.setblocking(False)
@@ -410,7 +410,7 @@ class RingReceiver(RingMember):
             link.settimeout(max(end - time.monotonic(), 0.001))
             link.connect(f"\0{there['name']}")
             link.send(json.dumps({"rank": group.rank, "token": there["token"]}).encode())
-            message, fds, _, _ = socket.recv_fds(link, _MAX_MESSAGE, 1)
+            message, fds, _, _ = socket.recv_fds(link, MAX_MESSAGE, 1)
             try:
                 if message[:1] != OFFER:
                     raise PeerLost(f"{group.name}: {sender} refused: {message.decode(errors='replace') or 'it left'}")
@@ -420,7 +420,7 @@ class RingReceiver(RingMember):
                     os.close(fd)
             link.send(_READY)
             link.settimeout(max(end - time.monotonic(), 0.001) + _VERDICT_S)
-            message = link.recv(_MAX_MESSAGE)
+            message = link.recv(MAX_MESSAGE)
         except TimeoutError as e:
             raise TransferTimeout(
                 f"{group.name}: rendezvous of the data group: not complete within {group.deadline_s:g} s", peer=sender
@@ -473,6 +473,6 @@ class RingReceiver(RingMember):
 def _receive(link: socket.socket) -> bytes:
     """One message, or b"" if the other side is gone."""
     try:
-        return link.recv(_MAX_MESSAGE)
+        return link.recv(MAX_MESSAGE)
     except OSError:
         return b""

@@ -12,6 +12,7 @@ __all__ = ["TRANSPORTS", "get_transport"]
 _TRANSPORTS = {
     "gloo": ("weightsync.transports.collective:CollectiveTransport", "any network, CPU buckets"),
     "nccl": ("weightsync.transports.collective:CollectiveTransport", "CUDA buckets; a torch build with NCCL"),
+    "ipc": ("weightsync.transports.ipc:CudaIpcTransport", "engines on the GPU of their trainer rank"),
     "shm": ("weightsync.transports.shm:SharedMemoryTransport", "trainer and engines on one host, Linux"),
 }
 

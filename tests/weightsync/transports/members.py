@@ -22,10 +22,12 @@ import torch
 import torch.distributed as dist
 
 from tests.support.forks import Fork, holdings, settle
+from tests.weightsync.transports.hostgpu import HostGpu
 from weightsync.errors import WeightSyncError
 from weightsync.store import connect_store, host_store, wait_key
 from weightsync.transports import _ring
 from weightsync.transports.base import GroupInfo
+from weightsync.transports.ipc import CudaIpcTransport
 from weightsync.transports.registry import get_transport
 
 BUCKET_BYTES = 64 * 1024
@@ -46,6 +48,8 @@ class Scenario:
     open_s: float = 30.0
     tensors: str = "cpu"
     """Device of what is packed and loaded; the buckets are where the transport has them."""
+    gpus: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    """By rank, what is special about its `HostGpu` (transport `hostgpu`: ipc on host memory)."""
     victim: int | None = None
     fate: str = ""
     """kill, stop, abort, slow, late, never, elsewhere, poor, stranger, orphan (the store's host is killed), doomed (the
@@ -86,32 +90,40 @@ def _member(transport: str, scenario: Scenario, rank: int, port: int, progress: 
     torch.set_num_threads(1)
     fate = scenario.fate if rank == scenario.victim else ""
     store = connect_store("127.0.0.1", port, 20.0)
-    cuda = get_transport(transport).caps.devices == {"cuda"}
+    gpu = HostGpu(**scenario.gpus.get(rank, {})) if transport == "hostgpu" else None
+    opener = get_transport(transport) if gpu is None else CudaIpcTransport(driver=gpu)
+    device = torch.device("cpu")
+    if opener.caps.devices == {"cuda"}:
+        device = torch.device("cuda", 0 if transport == "ipc" else rank)
     group = GroupInfo(
         store=dist.PrefixStore("group", store),
         name="epoch 1 stage 0",
         rank=rank,
         size=scenario.size,
-        device=torch.device("cuda", rank) if cuda else torch.device("cpu"),
+        device=device,
         bucket_bytes=scenario.bucket_bytes,
         num_buffers=NUM_BUFFERS,
         bind_host="127.0.0.1",
         deadline_s=scenario.open_s,
         peers=[peer(r) for r in range(scenario.size)],
     )
-    settle()
+    if device.type == "cpu":  # a CUDA driver that was asked for its devices may have threads
+        settle()
     before = holdings()
     report: dict[str, Any] = {"error": None, "buffers": set(), "lead": 0}
     endpoint = None
     start = time.monotonic()
     try:
         _before_open(fate, group, report)
-        opener = get_transport(transport)
         endpoint = opener.open_sender(group) if rank == 0 else opener.open_receiver(group)
         report["open_s"] = time.monotonic() - start
         for publish in range(scenario.publishes):
             start = time.monotonic()
             _publish(scenario, publish, fate, endpoint, group, progress, host_pid, report)
+            if transport == "ipc":
+                report["allocated"] = [*report.get("allocated", []), torch.cuda.memory_allocated()]
+            if gpu is not None:
+                report["between"] = {"memfds": n} if (n := holdings()["memfds"] - before["memfds"]) else {}
     except WeightSyncError as e:
         report["seconds"] = time.monotonic() - start
         report["error"] = (type(e).__name__, str(e), getattr(e, "peer", None), getattr(e, "bytes_done", None))
@@ -132,6 +144,12 @@ def _member(transport: str, scenario: Scenario, rank: int, port: int, progress: 
     end = time.monotonic() + 3.0
     while (now := holdings()) != before and time.monotonic() < end:
         time.sleep(0.01)
+    if gpu is not None:
+        end = time.monotonic() + 3.0
+        while (report_held := gpu.held()) and time.monotonic() < end:
+            time.sleep(0.01)
+        report["held"] = report_held
+        report["collected"] = gpu.collected
     report["left"] = {kind: n - before[kind] for kind, n in now.items() if n != before[kind]}
     return report
 
