@@ -19,8 +19,12 @@ import psutil
 import pytest
 
 from tests.engines import vllm_models as models
+from tests.engines.vllm_stock_gloo import GlooGroup
 from weightsync.config import PublishConfig
+from weightsync.engine.base import EngineControl
 from weightsync.engine.control import HttpControl
+from weightsync.engines.relay import Relay
+from weightsync.engines.vllm.stock import stock_control
 from weightsync.publisher import Publisher
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,9 +59,10 @@ def environment(**more: str) -> dict[str, str]:
 class Server:
     """`vllm serve` with our middleware and the model of `draft`, started from disk at `version`."""
 
-    def __init__(self, folder: Path, draft: str, *, version: int = 1, tp: int = 1) -> None:
+    def __init__(self, folder: Path, draft: str, *, version: int = 1, tp: int = 1, stock: bool = False) -> None:
+        """`stock`: nothing of ours is in it but the stand-in for NCCL (`vllm_stock_gloo`)."""
         require_vllm()
-        self.draft, self.tp, self.folder = draft, tp, folder
+        self.draft, self.tp, self.folder, self.stock = draft, tp, folder, stock
         self.faults = folder / "faults.json"
         self.faults.write_text("{}")
         # Held but not listened on: nobody else is given the port, and vLLM, which reuses addresses, gets it.
@@ -68,6 +73,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / "server.log"
         self._process: subprocess.Popen[bytes] | None = None
+        self._relay: Relay | None = None
         try:
             self.start(version)
         except BaseException:
@@ -79,10 +85,11 @@ class Server:
         command = [
             str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(target),
             "--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "m", "--api-key", KEY,
-            "--middleware", "weightsync.engines.vllm.server.Fence",
-            "--weight-transfer-config", '{"backend": "weightsync"}',
+            *([] if self.stock else ["--middleware", "weightsync.engines.vllm.server.Fence"]),
+            "--weight-transfer-config", json.dumps({"backend": "nccl" if self.stock else "weightsync"}),
             "--speculative-config", json.dumps(speculation), "--tensor-parallel-size", str(self.tp),
-            "--worker-extension-cls", "tests.engines.vllm_probe.Probe",
+            "--worker-extension-cls",
+            "tests.engines.vllm_stock_gloo.Extension" if self.stock else "tests.engines.vllm_probe.Probe",
             "--skip-tokenizer-init", "--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "512",
             "--max-num-seqs", "4", "--kv-cache-memory-bytes", str(64 << 20), "--enable-prompt-tokens-details",
             "--enable-prefix-caching", "--block-size", "32",
@@ -177,7 +184,10 @@ class Server:
 
     # -- publishing ----------------------------------------------------------------------------------------------------
 
-    def control(self, key: str = KEY) -> HttpControl:
+    def control(self, key: str = KEY) -> EngineControl:
+        if self.stock:
+            self._relay = self._relay or stock_control(self.url, api_key=key, name="vllm", open_group=GlooGroup)
+            return self._relay
         return HttpControl(self.url, api_key=key, name="vllm")
 
     def status(self) -> Mapping[str, Any]:

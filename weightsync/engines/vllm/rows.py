@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from weightsync.engines.capabilities import Probe, Row
+from weightsync.errors import UnsupportedError
 
-__all__ = ["CASTS", "MTP_METHODS", "PROBES", "ROWS"]
+__all__ = ["CASTS", "MTP_METHODS", "PROBES", "ROWS", "STOCK", "stock_row"]
 
 MTP_METHODS = frozenset({"mtp"})
 """Speculation methods whose draft is inside the target's checkpoint (vLLM renames its older names for them)."""
@@ -32,6 +33,9 @@ PROBES: Mapping[str, Probe] = {
     "weight checker": Probe(
         files=("vllm/entrypoints/rl/online/api_router.py", "vllm/entrypoints/serve/rlhf/api_router.py"),
         texts=("/weight_checker",),
+    ),
+    "rendezvous by id": Probe(
+        files=("vllm/distributed/weight_transfer/nccl_common.py",), texts=("nccl_unique_id_b64",)
     ),
     "layerwise reload": Probe(files=_RELOAD, texts=("def initialize_layerwise_reload(",)),
     "reload metadata": Probe(files=_RELOAD, texts=("info.restore_metadata",)),
@@ -86,7 +90,30 @@ ROWS: Sequence[Row] = (
         below="0.33.0",
         evidence="tested",
         tested=("0.32.0",),
-        facts=_ALL_FACTS | {"weight checker"},
+        facts=_ALL_FACTS | {"rendezvous by id", "weight checker"},
         **_ROW,
     ),
 )
+
+STOCK = Row(
+    first="0.32.0",
+    below=None,
+    evidence="tested",
+    tested=("0.32.0",),
+    how="vLLM's own transfer over its NCCL group: a session for the target, one for the draft",
+    drafts=("mtp", "eagle", "eagle3"),
+    no_draft=("ngram", "ngram_gpu", "suffix"),
+    facts=frozenset({"draft session", "rendezvous by id", "sessions", "weight version"}),
+    relies_on=frozenset({"draft session", "rendezvous by id", "sessions", "weight version"}),
+)
+"""What public API alone can do, without anything of ours in the engine (`stock`): open upward."""
+
+
+def stock_row(version: str) -> Row:
+    """Raises `UnsupportedError` for releases whose ranks meet a trainer over pickled objects of vLLM only."""
+    if not STOCK.holds(version):
+        raise UnsupportedError(
+            f"vllm {version}: its own weight transfer has no rendezvous that a trainer without vLLM can join: use "
+            f"weightsync's adapter (0.28 or later; docs/guides/vllm.md), or install {STOCK.versions}"
+        )
+    return STOCK
