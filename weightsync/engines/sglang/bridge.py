@@ -28,8 +28,9 @@ import torch
 from weightsync.engine.http import error_body
 from weightsync.engine.receiver import Receiver
 from weightsync.engine.runner import ModuleRunner
+from weightsync.engines.sglang.acceptance import Counters
 from weightsync.engines.sglang.rows import Internals
-from weightsync.engines.sglang.runners import find_runners, unsupported
+from weightsync.engines.sglang.runners import describe_speculation, find_runners, unsupported
 from weightsync.errors import ConfigError, EngineError, EngineFenced, UnsupportedError
 from weightsync.protocol import PublishCall
 
@@ -71,6 +72,7 @@ class Bridge:
         self._problems = unsupported(scheduler, row)
         self.runners: list[ModuleRunner] = [] if self._problems else find_runners(scheduler, row)
         self._receiver: Receiver | None = None
+        self._counters = Counters(scheduler)
         self._fence: str | None = None
         self._foreign: str | None = None
         self._hold = False
@@ -167,7 +169,10 @@ class Bridge:
             "engine_kind": "sglang",
             "engine_version": _sglang_version(),
             "row": self.row.row.versions,
+            "evidence": self.row.row.evidence,
             "worker": type(self.scheduler.draft_worker).__name__ if self.scheduler.draft_worker is not None else None,
+            "speculation": describe_speculation(self.scheduler),
+            "speculation_counts": self._counters.counts(),
         }
 
     def _need_receiver(self) -> Receiver:
@@ -258,6 +263,7 @@ class Bridge:
 
     def _flush(self) -> bool:
         """The prefix cache, once. Requests that were kept hold no KV: the queue is set aside for SGLang to agree."""
+        self._counters.sample()  # a flush sets SGLang's own back
         waiting, self.scheduler.waiting_queue = self.scheduler.waiting_queue, []
         try:
             return bool(self.scheduler.flush_cache())
@@ -270,7 +276,11 @@ class Bridge:
             raise EngineFenced(f"fenced, does not serve: {self.fenced}; a full publish heals it")
         if self._committed is None or self._committed[0] != (call.run_id, call.epoch, call.seq):
             raise EngineError(f"nothing was received for publish {call.seq} of epoch {call.epoch}: receive first")
-        return {**self._committed[1], "flushed": not self._flush_due}
+        return {
+            **self._committed[1],
+            "flushed": not self._flush_due,
+            "speculation_counts": self._counters.counts(),
+        }
 
     def _resume(self, body: _Reply) -> _Reply:
         if self.fenced:
@@ -286,6 +296,7 @@ class Bridge:
 
     def _gate(self, recv_reqs: list[Any]) -> None:
         """Instead of the scheduler's `process_input_requests`, called once per iteration of its loop."""
+        self._counters.sample()
         if self._flush_due and self._flush():
             self._flush_due = False
             self._leave_pause()

@@ -18,7 +18,7 @@ from weightsync.engine.runner import ModuleRunner
 from weightsync.engines.sglang.rows import Internals
 from weightsync.errors import RoutingError, UnsupportedError
 
-__all__ = ["find_runners", "unsupported"]
+__all__ = ["describe_speculation", "find_runners", "unsupported"]
 
 _NOT_PUBLISHED = torch.iinfo(torch.int64).min
 """First entry of a `d2t` that a publish has not written."""
@@ -33,6 +33,18 @@ def _value(obj: object, name: str) -> Any:
 
 def _text(value: Any) -> str:
     return str(getattr(value, "value", value))
+
+
+def describe_speculation(scheduler: Any) -> str | None:
+    """Algorithm, draft model and shape of the drafts, as the engine was started; None without speculation."""
+    args = scheduler.server_args
+    algorithm = _value(args, "speculative_algorithm")
+    if not algorithm:
+        return None
+    path, steps = _value(args, "speculative_draft_model_path"), _value(args, "speculative_num_steps")
+    tokens, topk = _value(args, "speculative_num_draft_tokens"), _value(args, "speculative_eagle_topk")
+    facts = {"draft": path, "steps": steps, "top-k": topk, "draft tokens": tokens}
+    return f"{_text(algorithm)} ({', '.join(f'{k} {v}' for k, v in facts.items() if v is not None)})"
 
 
 def unsupported(scheduler: Any, row: Internals) -> list[str]:
