@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from tests.engines import sglang_models as models
 from tests.engines.sglang_stock import in_order
 from weightsync import errors
 from weightsync.config import PublishConfig
-from weightsync.engines.sglang.control import SglangControl
+from weightsync.engines.sglang.control import HttpLink, SglangControl
+from weightsync.engines.sglang.stock import stock_control
 from weightsync.publisher import Publisher
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,37 +73,48 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 class Server:
-    """Started from disk at version 1; `wait` returns once it answers. Several may start at the same time."""
+    """Started from disk at version 1; `wait` returns once it answers. Several may start at the same time.
 
-    def __init__(self, folder: Path, release: str, draft: str) -> None:
-        self.draft, self.release, self.log = draft, release, folder / "server.log"
+    `stock`: as SGLang's own users start it, with nothing of ours in its processes. `options` are added to its command.
+    """
+
+    def __init__(
+        self, folder: Path, release: str, draft: str, *, stock: bool = False, options: Sequence[str] = ()
+    ) -> None:
+        self.draft, self.release, self.log, self.stock = draft, release, folder / "server.log", stock
         # Bound, but not listening: nobody else is given the port, and SGLang, which reuses addresses, gets it.
         self._held = socket.socket()
         self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._held.bind(("127.0.0.1", 0))
         port = self._held.getsockname()[1]
+        module = "sglang.launch_server" if stock else "weightsync.engines.sglang.launch"
         command = [
-            str(python_of(release)), "-m", "weightsync.engines.sglang.launch", "--host", "127.0.0.1", "--port",
-            str(port), *OPTIONS, *models.write_folders(folder, draft, 1),
+            str(python_of(release)), "-m", module, "--host", "127.0.0.1", "--port", str(port),
+            *OPTIONS, *models.write_folders(folder, draft, 1), *options,
         ]  # fmt: skip
+        env = environment(folder)
+        if stock:
+            env["PYTHONPATH"] = str(ROOT / "tests" / "engines" / "stubs" / "sglang")
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 command,
                 cwd=folder,
-                env=environment(folder),
+                env=env,
                 stdout=log,
                 stderr=log,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        self.control = SglangControl(f"http://127.0.0.1:{port}", api_key=KEY, name=f"{draft}-{release}")
+        control: Any = stock_control if stock else SglangControl
+        self.link = HttpLink(f"http://127.0.0.1:{port}", api_key=KEY, name=None)
+        self.control = control(f"http://127.0.0.1:{port}", api_key=KEY, name=f"{draft}-{release}")
 
     def wait(self) -> Server:
         end = time.monotonic() + START_S
         while True:
             with contextlib.suppress(errors.EngineError):
-                self.control.status(deadline_s=30)
-                return self
+                if self.link.get("/health", deadline_s=30)[0] == 200:
+                    return self
             if self._process.poll() is not None or time.monotonic() > end:
                 pytest.fail(f"SGLang did not start:\n{self.log.read_text(errors='replace')[-6000:]}")
             time.sleep(0.25)
@@ -120,8 +133,7 @@ class Server:
         psutil.wait_procs(family, timeout=10)
 
     def post(self, path: str, **body: Any) -> tuple[int, Any]:
-        reply: tuple[int, Any] = self.control.link.post(path, body, deadline_s=150)  # type: ignore[attr-defined]
-        return reply
+        return self.link.post(path, body, deadline_s=150)
 
     def generate(self, n: int = 6) -> tuple[int, Any]:
         sampling = {"temperature": 0, "max_new_tokens": n, "ignore_eos": True}
@@ -141,6 +153,8 @@ class Server:
 
     def publisher(self, source: Any, **config: Any) -> Publisher:
         values = {"deadline_s": DEADLINE_S, "control_s": 30.0, "run_id": "test", "takeover": True, **config}
+        if self.stock:
+            values = {"pause_mode": "abort", **values}
         return Publisher(source, [self.control], PublishConfig(**values))
 
     def publish(self, version: int, scope: str = "both", *, changes: Any = None, **config: Any) -> Any:

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from weightsync import errors
-from weightsync.engines.capabilities import OPT_IN, rows_of
+from weightsync.engines.capabilities import OPT_IN, find_row, rows_of
 from weightsync.engines.sglang.control import SglangControl
 from weightsync.engines.sglang.launch import prepare
-from weightsync.engines.sglang.rows import INTERNALS, internals_for
+from weightsync.engines.sglang.rows import INTERNALS, PROBES, STOCK_ROWS, internals_for
+from weightsync.engines.sglang.stock import stock_control
 
 EXTERNAL = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 
@@ -115,3 +116,35 @@ def test_what_the_engine_raises_is_raised_here(kind: str, raised: type[Exception
 def test_an_address_that_is_none_is_refused() -> None:
     with pytest.raises(errors.ConfigError, match="expected http"):
         SglangControl("localhost")
+
+
+def test_what_stock_servers_can_do_is_open_upward_and_refuses_those_whose_drafts_it_never_reaches() -> None:
+    assert find_row("sglang", "0.6.1", rows=STOCK_ROWS).tested == ("0.5.23",)
+    with pytest.raises(errors.UnsupportedError, match="never reaches a draft"):
+        find_row("sglang", "0.5.20", rows=STOCK_ROWS)
+    for row in STOCK_ROWS:
+        assert row.facts <= frozenset(PROBES)
+
+
+@pytest.mark.parametrize(
+    ("info", "says"),
+    [
+        ({"pp_size": 2}, "pp_size=2"),
+        ({"dp_size": 2}, "dp_size=2"),
+        ({"enable_multi_layer_eagle": True}, "last layer into every step"),
+        ({"speculative_token_map": "map.pt"}, "sliced head"),
+    ],
+)
+def test_stock_servers_that_their_own_way_would_corrupt_are_refused(info: dict[str, Any], says: str) -> None:
+    replies = {"/server_info": {"version": "0.5.23", "tp_size": 1, **info}, "/model_info": {"weight_version": "1"}}
+
+    class Answers:
+        name = "engine"
+
+        def get(self, path: str, *, deadline_s: float) -> tuple[int, Any]:
+            return 200, replies[path]
+
+    relay = stock_control("http://127.0.0.1:1", backend="gloo")
+    relay._stock._link = Answers()  # type: ignore[attr-defined]
+    with pytest.raises(errors.UnsupportedError, match=says):
+        relay.status(deadline_s=1)

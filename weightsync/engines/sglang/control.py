@@ -193,12 +193,19 @@ class HttpLink:
 
     def post(self, path: str, body: Mapping[str, Any], *, deadline_s: float) -> tuple[int, Any]:
         """(HTTP status, JSON reply or text)."""
+        return self._request("POST", path, body, deadline_s)
+
+    def get(self, path: str, *, deadline_s: float) -> tuple[int, Any]:
+        """(HTTP status, JSON reply or text)."""
+        return self._request("GET", path, None, deadline_s)
+
+    def _request(self, verb: str, path: str, body: Mapping[str, Any] | None, deadline_s: float) -> tuple[int, Any]:
         headers = {"Content-Type": "application/json"}
         if self._api_key:
             headers["Authorization"] = f"Bearer {self._api_key}"
         connection = self._connect(deadline_s)
         try:
-            connection.request("POST", self._path + path, json.dumps(body), headers)
+            connection.request(verb, self._path + path, None if body is None else json.dumps(body), headers)
             response = connection.getresponse()
             raw = response.read()
         except TimeoutError as e:

@@ -16,7 +16,7 @@ import torch
 
 from weightsync.engines.capabilities import OPT_IN, Probe, Row, find_row
 
-__all__ = ["BACKEND", "INTERNALS", "PROBES", "ROWS", "Internals", "internals_for"]
+__all__ = ["BACKEND", "INTERNALS", "PROBES", "ROWS", "STOCK_ROWS", "Internals", "internals_for"]
 
 BACKEND = "weightsync"
 """What the bridge answers to in `init_weights_update_group(backend=...)`; other servers refuse the name at once."""
@@ -39,6 +39,7 @@ PROBES: Mapping[str, Probe] = {
     "spec v1 workers": Probe(files=(f"{_SRT}speculative/eagle_worker.py",)),
     "spec v2 workers": Probe(files=(f"{_SRT}speculative/eagle_worker_v2.py",)),
     "own sessions": Probe(files=(_UPDATER,), texts=("def begin_weight_update(",)),
+    "selector": Probe(files=(_UPDATER,), texts=("def _parse_runner_selector(",)),
 }
 
 _WIDENING = frozenset({(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.int32, torch.int64)})
@@ -48,6 +49,7 @@ _HOW = "a bridge in each scheduler process loads target and drafts from one rece
 _ALWAYS = frozenset({"external model package", "mtp step filter", "request intake", "retracting pause"})
 _OLD = _ALWAYS | {"scheduler mixin"}
 _NEW = _ALWAYS | {"updater manager", "plugins"}
+_OWN = frozenset({"own sessions", "selector"})
 _V2_FACT = frozenset({"spec v2 workers"})
 _V1_FACTS = _V2_FACT | {"spec v1 workers"}
 _COMMON: Mapping[str, Any] = {
@@ -91,11 +93,38 @@ ROWS: Sequence[Row] = (
         evidence="tested",
         tested=("0.5.23",),
         how=f"{_HOW}; SGLang's own sessions load both by name, and overwrite drafters that have names of the target",
-        facts=_NEW | _V2_FACT | {"own sessions"},
+        facts=_NEW | _V2_FACT | _OWN,
         relies_on=_NEW,
         **_COMMON,
     ),
 )
+
+STOCK_ROWS: Sequence[Row] = (
+    Row(
+        first="0.5.10",
+        below="0.5.21",
+        evidence="tested",
+        tested=("0.5.10.post1",),
+        how="none",
+        refused=(
+            "its own distributed update never reaches a draft: use 0.5.21 or later, or start it with `python -m "
+            "weightsync.engines.sglang.launch`"
+        ),
+        facts=_ALWAYS,
+    ),
+    Row(
+        first="0.5.21",
+        below=None,
+        evidence="tested",
+        tested=("0.5.23",),
+        how="SGLang's own sessions in its own group: each tensor is sent once, under the selector of its role",
+        facts=_OWN,
+        relies_on=_OWN,
+        drafts=("mtp", "eagle", "eagle3", "standalone"),
+        no_draft=("ngram",),
+    ),
+)
+"""What its public API can do without anything of ours in the server (`stock`): open upward."""
 
 _V2_PATHS = {
     "EAGLEWorkerV2": "draft_worker.draft_runner",
