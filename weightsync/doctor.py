@@ -1,7 +1,8 @@
 """`weightsync doctor URL`: which engine answers, what a publish to it guarantees, what is missing and how to get it.
 
 Asks only what tells and changes nothing: the control API below `/weightsync/v1/` (embedded engines, vLLM), SGLang's
-bridge, and, where neither is there, the addresses under which engines name their version.
+bridge, and, where neither is there, the addresses under which engines tell of themselves: what a publish by their own
+means would lack.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,15 +21,23 @@ import torch
 from packaging.version import Version
 
 from weightsync import errors
+from weightsync.engine.base import EngineControl
 from weightsync.engine.control import HttpControl
 from weightsync.engines.capabilities import find_row
+from weightsync.engines.sglang import stock as sglang_stock
 from weightsync.engines.sglang.control import SglangControl
+from weightsync.engines.vllm import stock as vllm_stock
 from weightsync.guarantees import GUARANTEES
 from weightsync.guarantees import missing as missing_guarantees
 from weightsync.protocol import PROTOCOL_VERSION
 
 __all__ = ["Diagnosis", "add_arguments", "diagnose", "run"]
 
+# What drives an engine without anything of ours in it.
+_STOCK: Mapping[str, Callable[..., EngineControl]] = {
+    "sglang": sglang_stock.stock_control,
+    "vllm": vllm_stock.stock_control,
+}
 Health = Literal["ready", "fenced", "not ready", "unknown"]
 
 _LAUNCH = {
@@ -85,6 +94,13 @@ def diagnose(url: str, *, api_key: str | None = None, deadline_s: float = 10.0) 
             return _from_status(url, SglangControl(url, api_key=api_key).status(deadline_s=deadline_s))
         except errors.WeightSyncError as e:
             problems.append(str(e))
+    if engine is not None and engine in _STOCK:
+        try:
+            stock = _STOCK[engine](url, api_key=api_key).status(deadline_s=deadline_s)
+        except errors.WeightSyncError as e:
+            problems.append(f"nor by its own means: {e}")
+        else:
+            return _from_status(url, stock, [*problems, f"weightsync has no part in this server: {_LAUNCH[engine]}"])
     if engine is None:
         problems.append("what answers here is no engine that weightsync knows: is it a router? Name the engine itself")
         return _sick(url, None, None, problems)
@@ -96,9 +112,9 @@ def diagnose(url: str, *, api_key: str | None = None, deadline_s: float = 10.0) 
     return _sick(url, engine, version, [*problems, f"weightsync has no part in this server: {how}"])
 
 
-def _from_status(url: str, status: Mapping[str, Any]) -> Diagnosis:
+def _from_status(url: str, status: Mapping[str, Any], advice: Sequence[str] = ()) -> Diagnosis:
     lacking = missing_guarantees(status)
-    missing = [f"{GUARANTEES[name]}: {why}" for name, why in lacking.items()]
+    missing = []
     if status.get("protocol") != PROTOCOL_VERSION:
         missing.append(
             f"it speaks weightsync protocol {status.get('protocol')}, this installation {PROTOCOL_VERSION}: install "
@@ -107,7 +123,7 @@ def _from_status(url: str, status: Mapping[str, Any]) -> Diagnosis:
     theirs, ours = Version(str(status["torch"])), Version(torch.__version__)
     if theirs.release[:2] != ours.release[:2]:
         missing.append(f"it runs torch {theirs}, this environment {ours}: a trainer should run the engine's release")
-    health: Health = "not ready" if len(missing) > len(lacking) else "fenced" if status["fenced"] else "ready"
+    health: Health = "not ready" if missing else "fenced" if status["fenced"] else "ready"
     if status["fenced"]:
         missing.append(f"it is fenced and does not serve: {status['fenced']}; publish everything to it")
     return Diagnosis(
@@ -116,7 +132,7 @@ def _from_status(url: str, status: Mapping[str, Any]) -> Diagnosis:
         version=status.get("engine_version"),
         health=health,
         guarantees=tuple(name for name in GUARANTEES if name not in lacking),
-        missing=tuple(missing),
+        missing=(*missing, *advice, *(f"{GUARANTEES[name]}: {why}" for name, why in lacking.items())),
         status=dict(status),
     )
 

@@ -105,18 +105,21 @@ def _edit(folder: Path, **changes: object) -> None:
 
 
 class Weights(StateDictSource):
-    """The weights of `version`; `changed` replaces tensors, `at[i]` is called before tensor number i is handed out."""
+    """The weights of `version`: `changed` replaces tensors, `dropped` leaves some out; `at[i]` is called before tensor
+    number i is handed out."""
 
     def __init__(self, draft: str, version: int = 1) -> None:
         self.draft, self.version = draft, version
         self.changed: dict[tuple[str, str], torch.Tensor] = {}
+        self.dropped: set[tuple[str, str]] = set()
         self.at: dict[int, object] = {}
         drafts = {"draft": lambda: self._role("draft")} if "draft" in weights(draft, version) else {}
         super().__init__(lambda: self._role("target"), drafts=drafts)
 
     def _role(self, role: str) -> dict[str, torch.Tensor]:
         mine = {name: t for (r, name), t in self.changed.items() if r == role}
-        return weights(self.draft, self.version)[role] | mine
+        held = weights(self.draft, self.version)[role] | mine
+        return {name: t for name, t in held.items() if (role, name) not in self.dropped}
 
     def stream(self, roles, timeline):  # type: ignore[no-untyped-def]
         for i, tensor in enumerate(super().stream(roles, timeline)):

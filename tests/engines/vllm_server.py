@@ -190,6 +190,11 @@ class Server:
             return self._relay
         return HttpControl(self.url, api_key=key, name="vllm")
 
+    def hang_up(self) -> None:
+        if self._relay is not None:
+            self._relay.close()
+            self._relay = None
+
     def status(self) -> Mapping[str, Any]:
         return self.control().status(deadline_s=10)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import datetime
+import threading
 import time
 from typing import Any
 
@@ -55,7 +56,11 @@ class GlooGroup:
             time.sleep(1e-4)
 
     def abort(self) -> None:
-        self._group = None
+        group, self._group, self._store = self._group, None, None
+        # Its destructor waits for what is under way: elsewhere.
+        held = [group]
+        del group
+        threading.Thread(target=held.clear, daemon=True).start()
 
     close = abort
 

@@ -10,7 +10,6 @@ is in `MISSING`, and in every report. Runs in the trainer: vLLM itself is import
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import http.client
 import json
 import re
@@ -35,7 +34,7 @@ _ADAPTER = "start vLLM with weightsync's backend and middleware (docs/guides/vll
 MISSING: Mapping[str, str] = {
     "all_rank_acks": f"vLLM's reply does not say what its ranks hold: {_ADAPTER}",
     "atomic_commit": "a failure leaves vLLM paused with parts of two versions, and whoever resumes "
-    f"it serves them: {_ADAPTER}",
+    f"it gets a mixture, or a crash: {_ADAPTER}",
     "one_receive": f"target and draft take a session each: {_ADAPTER}",
     "routing": f"vLLM's loaders go by names and skip what they do not know: {_ADAPTER}",
 }
@@ -125,7 +124,9 @@ class _Stock:
         self._api, self._open_group = api, open_group
         self._group: Group | None = None
         self._facts: StockFacts | None = None
+        # What opened a session that is not closed; whether vLLM has raised in it.
         self._begun: str | None = None
+        self._raised = False
 
     @property
     def name(self) -> str:
@@ -210,6 +211,7 @@ class _Stock:
             self._group.broadcast([t for _, t in pairs], deadline_s, asked)
             asked.result(deadline_s + SLACK_S)
         except (errors.WeightSyncError, concurrent.futures.TimeoutError) as e:
+            self._raised = asked.done() and asked.exception() is not None
             raise self._failed("receive", f"loading {pairs[0][0]} and {len(pairs) - 1} more", asked, e) from e
 
     def finish(self, runner: str, deadline_s: float) -> None:
@@ -251,13 +253,18 @@ class _Stock:
         Raises:
             EngineError: vLLM does not answer, or cannot: its ranks may still wait for a broadcast.
         """
+        assert self._facts is not None, "status comes first"
+        if self._raised and self._facts.world_size > 1:
+            raise errors.EngineError(
+                f"engine {self.name}, preflight: its ranks raised in an earlier publish, after which vLLM takes "
+                "the answer of one call for that of another: restart vLLM, then publish",
+                engine=self.name,
+                phase="preflight",
+            )
         try:
-            with contextlib.suppress(errors.EngineError):
-                self._api.call("/finish_weight_update", deadline_s)
-                self._begun = None
-                return
-            # vLLM drops the session of an update that raised, but leaves its layers open.
-            self._api.call(path, deadline_s)
+            if self._raised:
+                # vLLM drops the session of an update that raised, but leaves its layers open.
+                self._api.call(path, deadline_s)
             self._api.call("/finish_weight_update", deadline_s)
         except errors.EngineError as e:
             raise errors.EngineError(
@@ -266,7 +273,7 @@ class _Stock:
                 engine=self.name,
                 phase="preflight",
             ) from e
-        self._begun = None
+        self._begun, self._raised = None, False
 
     def _failed(self, phase: str, what: str, asked: Asked, e: BaseException) -> errors.EngineError:
         # vLLM's own words say more than our end of the group.
