@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from weightsync import errors
-from weightsync.engines.capabilities import OPT_IN, find_row, rows_of
+from weightsync.engines.capabilities import OPT_IN, rows_of
 from weightsync.engines.sglang.control import SglangControl
 from weightsync.engines.sglang.launch import prepare
-from weightsync.engines.sglang.rows import INTERNALS, PROBES, STOCK_ROWS, internals_for
+from weightsync.engines.sglang.rows import INTERNALS, PROBES, internals_for, stock_row
 from weightsync.engines.sglang.stock import stock_control
 
 EXTERNAL = "SGLANG_EXTERNAL_MODEL_PACKAGE"
@@ -119,11 +119,10 @@ def test_an_address_that_is_none_is_refused() -> None:
 
 
 def test_what_stock_servers_can_do_is_open_upward_and_refuses_those_whose_drafts_it_never_reaches() -> None:
-    assert find_row("sglang", "0.6.1", rows=STOCK_ROWS).tested == ("0.5.23",)
+    assert stock_row("0.6.1").tested == ("0.5.23",)
     with pytest.raises(errors.UnsupportedError, match="never reaches a draft"):
-        find_row("sglang", "0.5.20", rows=STOCK_ROWS)
-    for row in STOCK_ROWS:
-        assert row.facts <= frozenset(PROBES)
+        stock_row("0.5.20")
+    assert stock_row("0.5.21").facts <= frozenset(PROBES)
 
 
 @pytest.mark.parametrize(

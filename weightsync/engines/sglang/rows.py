@@ -15,8 +15,9 @@ from typing import Any, Literal
 import torch
 
 from weightsync.engines.capabilities import OPT_IN, Probe, Row, find_row
+from weightsync.errors import UnsupportedError
 
-__all__ = ["BACKEND", "INTERNALS", "PROBES", "ROWS", "STOCK_ROWS", "Internals", "internals_for"]
+__all__ = ["BACKEND", "INTERNALS", "PROBES", "ROWS", "STOCK", "Internals", "internals_for", "stock_row"]
 
 BACKEND = "weightsync"
 """What the bridge answers to in `init_weights_update_group(backend=...)`; other servers refuse the name at once."""
@@ -99,32 +100,29 @@ ROWS: Sequence[Row] = (
     ),
 )
 
-STOCK_ROWS: Sequence[Row] = (
-    Row(
-        first="0.5.10",
-        below="0.5.21",
-        evidence="tested",
-        tested=("0.5.10.post1",),
-        how="none",
-        refused=(
-            "its own distributed update never reaches a draft: use 0.5.21 or later, or start it with `python -m "
-            "weightsync.engines.sglang.launch`"
-        ),
-        facts=_ALWAYS,
-    ),
-    Row(
-        first="0.5.21",
-        below=None,
-        evidence="tested",
-        tested=("0.5.23",),
-        how="SGLang's own sessions in its own group: each tensor is sent once, under the selector of its role",
-        facts=_OWN,
-        relies_on=_OWN,
-        drafts=("mtp", "eagle", "eagle3", "standalone"),
-        no_draft=("ngram",),
-    ),
+STOCK = Row(
+    first="0.5.21",
+    below=None,
+    evidence="tested",
+    tested=("0.5.23",),
+    how="SGLang's own sessions in its own group: each tensor is sent once, under the selector of its role",
+    facts=_OWN,
+    relies_on=_OWN,
+    drafts=("mtp", "eagle", "eagle3", "standalone"),
+    no_draft=("ngram",),
 )
 """What its public API can do without anything of ours in the server (`stock`): open upward."""
+
+
+def stock_row(version: str) -> Row:
+    """Raises `UnsupportedError` for a release whose own distributed update never reaches a draft."""
+    if not STOCK.holds(version):
+        raise UnsupportedError(
+            f"sglang {version}: its own distributed update never reaches a draft: start it with `python -m "
+            f"weightsync.engines.sglang.launch`, or install {STOCK.versions}"
+        )
+    return STOCK
+
 
 _V2_PATHS = {
     "EAGLEWorkerV2": "draft_worker.draft_runner",

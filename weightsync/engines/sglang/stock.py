@@ -27,10 +27,9 @@ import torch.distributed as dist
 
 from weightsync import errors
 from weightsync.acks import start_call
-from weightsync.engines.capabilities import find_row
 from weightsync.engines.relay import Relay, StockFacts
 from weightsync.engines.sglang.control import CALL_S, HttpLink
-from weightsync.engines.sglang.rows import STOCK_ROWS
+from weightsync.engines.sglang.rows import stock_row
 from weightsync.store import HostedStore, host_store
 
 __all__ = ["MISSING", "stock_control"]
@@ -103,7 +102,7 @@ class _Stock:
     def describe(self, deadline_s: float) -> StockFacts:
         info = self._get("/server_info", deadline_s)
         version = str(info.get("version"))
-        row = find_row("sglang", version, rows=STOCK_ROWS)
+        row = stock_row(version)
         if problems := _unsupported(info):
             raise errors.UnsupportedError(f"engine {self.name}, stock SGLang {version}: {'; '.join(problems)}")
         algorithm = info.get("speculative_algorithm")
