@@ -8,15 +8,19 @@ the bytes as they are handed to the kernel, so what a disk, a network or a copy 
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fcntl
+import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from checkpoint.errors import ConfigError, FormatError
-from checkpoint.format.saved import dump_tensor
+from checkpoint.format.saved import tensor_frame
 
 __all__ = ["FileRecord", "RecordFile", "file_digest", "fsync_dir", "new_digest", "put_file"]
 
@@ -24,7 +28,9 @@ STEP_BYTES = 8 << 20
 """Digest and write alternate in pieces of this size, so that the second finds the bytes in the cache."""
 
 SMALL_BYTES = 64 << 10
-PUSH_BYTES = 8 << 20
+BLOCK_BYTES = 4096
+"""Of this size or a divisor of it are the blocks of every disk."""
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 def new_digest() -> Any:
@@ -52,7 +58,11 @@ class FileRecord:
 
 
 class RecordFile:
-    """A `.distcp` file that is being written.
+    """A `.distcp` file that is being written; for one thread.
+
+    Data is gathered in a buffer of `STEP_BYTES`, digested there while the cache has it, and written past the page cache
+    where the filesystem allows that: the kernel then copies nothing, claims no memory, and there is nothing left to
+    flush at the end.
 
     Args:
         path: must not exist.
@@ -67,14 +77,19 @@ class RecordFile:
         self.nbytes = 0
         self._digest = new_digest()
         self._progress = progress
-        self._fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        self._small = bytearray()
-        self._handed = self._pushed = 0
+        self._fd = _open_direct(path)
+        # Anonymous memory: whole pages, as writing past the page cache demands.
+        self._buffer = memoryview(mmap.mmap(-1, STEP_BYTES))
+        self._filled = self._handed = 0
 
     def put_tensor(self, tensor: torch.Tensor) -> tuple[int, int]:
         """Append a record of a CPU tensor; returns (position, bytes of the record)."""
         start = self.nbytes
-        dump_tensor(tensor, self)
+        before, after = tensor_frame(tuple(tensor.shape), tensor.dtype)
+        self.write(before)
+        if tensor.numel():
+            self.write(memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()))
+        self.write(after)
         return start, self.nbytes - start
 
     def put_bytes(self, record: bytes | memoryview) -> tuple[int, int]:
@@ -83,50 +98,59 @@ class RecordFile:
         self.write(record)
         return start, self.nbytes - start
 
-    def write(self, data: Any) -> int:
-        """For torch.save."""
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes."""
         view = memoryview(data).cast("B")
         self.nbytes += len(view)
-        if len(view) < SMALL_BYTES:
-            # A record is one large piece among dozens of a few bytes, each of which would be a system call.
-            self._small += view
-            if len(self._small) >= SMALL_BYTES:
-                self._put_small()
-            return len(view)
-        self._put_small()
-        self._put(view)
-        return len(view)
+        while view:
+            room = min(STEP_BYTES - self._filled, len(view))
+            target = self._buffer[self._filled : self._filled + room]
+            if room < SMALL_BYTES:
+                target[:] = view[:room]
+            else:
+                # numpy lets other threads run meanwhile; a memoryview's own copy does not.
+                np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(view[:room], np.uint8))
+            self._filled += room
+            view = view[room:]
+            if self._filled == STEP_BYTES:
+                self._flush()
 
-    def _put_small(self) -> None:
-        if self._small:
-            small, self._small = self._small, bytearray()
-            self._put(memoryview(small))
+    def _flush(self) -> None:
+        piece, self._filled = self._buffer[: self._filled], 0
+        self._digest.update(piece)
+        whole = len(piece) // BLOCK_BYTES * BLOCK_BYTES
+        self._hand(piece[:whole])
+        if whole < len(piece):  # the end of the file is no whole block
+            _set_direct(self._fd, False)
+            self._hand(piece[whole:])
 
-    def _put(self, view: memoryview) -> None:
-        for at in range(0, len(view), STEP_BYTES):
-            piece = view[at : at + STEP_BYTES]
-            self._digest.update(piece)
-            done = 0
-            while done < len(piece):
-                done += write_some(self._fd, piece[done:])
-            self._progress(len(piece))
-        self._handed += len(view)
-        if self._handed - self._pushed >= PUSH_BYTES:
+    def _hand(self, piece: memoryview) -> None:
+        nbytes = len(piece)
+        while piece:
+            try:
+                done = write_some(self._fd, piece)
+            except OSError as e:
+                # Some filesystems take the flag when a file is opened and refuse the first write.
+                if e.errno != errno.EINVAL or not _set_direct(self._fd, False):
+                    raise
+                continue
+            piece = piece[done:]
+            if done % BLOCK_BYTES and piece:
+                _set_direct(self._fd, False)
+        if nbytes and not _is_direct(self._fd):
             # Lets the disk begin now instead of at the sync, and keeps the file from pushing others out of the cache.
-            os.posix_fadvise(self._fd, self._pushed, self._handed - self._pushed, os.POSIX_FADV_DONTNEED)
-            self._pushed = self._handed
-
-    def flush(self) -> None:
-        """For torch.save; small pieces wait for the next large one, for `sync` or for `close`."""
+            os.posix_fadvise(self._fd, self._handed, nbytes, os.POSIX_FADV_DONTNEED)
+        self._handed += nbytes
+        self._progress(nbytes)
 
     def sync(self) -> None:
-        """Wait until the disk has everything."""
-        self._put_small()
+        """Wait until the disk has everything; nothing can be appended after it."""
+        self._flush()
         os.fsync(self._fd)
 
     def close(self) -> FileRecord:
         """Close without waiting for the disk (see `sync`)."""
-        self._put_small()
+        self._flush()
         os.close(self._fd)
         self._fd = -1
         return FileRecord(name=self.path.name, nbytes=self.nbytes, xxh3=self._digest.hexdigest())
@@ -137,6 +161,30 @@ class RecordFile:
             os.close(self._fd)
             self._fd = -1
             self.path.unlink(missing_ok=True)
+
+
+def _open_direct(path: str | Path) -> int:
+    flags = os.O_CREAT | os.O_WRONLY | os.O_EXCL | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | _O_DIRECT, 0o644)
+    except OSError as e:
+        if e.errno != errno.EINVAL:
+            raise
+    # Refused, for instance by tmpfs on older kernels; the name may have been made all the same.
+    Path(path).unlink(missing_ok=True)
+    return os.open(path, flags, 0o644)
+
+
+def _is_direct(fd: int) -> bool:
+    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & _O_DIRECT)
+
+
+def _set_direct(fd: int, on: bool) -> bool:
+    """Whether that changed anything."""
+    if _is_direct(fd) == on:
+        return False
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) ^ _O_DIRECT)
+    return True
 
 
 def write_some(fd: int, data: memoryview) -> int:

@@ -15,16 +15,17 @@ import functools
 import io
 import math
 import struct
+import threading
 import zipfile
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from checkpoint.errors import FormatError
 from checkpoint.format.unpickle import loads
 
-__all__ = ["Payload", "dump_object", "dump_tensor", "load_object", "locate_tensor"]
+__all__ = ["Payload", "dump_object", "load_object", "locate_tensor", "tensor_frame"]
 
 Read = Callable[[int, int], bytes]
 """(position, number of bytes) -> bytes of a record; shorter at its end."""
@@ -250,13 +251,52 @@ def dump_object(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def dump_tensor(tensor: torch.Tensor, sink: Any) -> None:
-    """Write a record of one CPU tensor to `sink` (`write(memoryview)`), without a copy if it owns its storage.
+LARGE_BYTES = 1 << 16  # above it the only such piece of a record is the data itself
 
-    The CRC of the zip follows `torch.serialization.set_crc32_options`, which is process-wide: writer programs turn it
-    off once.
+
+class _Frame:
+    """Takes a record and drops the data of its tensor."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = [b""]
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        if len(view) > LARGE_BYTES:
+            self.parts.append(b"")
+        else:
+            self.parts[-1] += bytes(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """For torch.save."""
+
+
+_FRAME_LOCK = threading.Lock()
+
+
+@functools.lru_cache(4096)
+def tensor_frame(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes]:
+    """What a record of such a tensor has before and after its (row-major) data; without CRC.
+
+    So a record can be written without the tensor in memory. The frame comes from torch.save itself, run on memory that
+    is never touched.
     """
-    tensor = tensor.detach().contiguous()
-    if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
-        tensor = tensor.clone()  # torch.save writes whole storages
-    torch.save(tensor, sink)
+    empty = torch.empty(shape, dtype=dtype)
+    with _FRAME_LOCK:
+        # Process-wide, hence put back: a CRC would read all of that memory.
+        crc = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(False)
+        try:
+            if empty.nbytes > LARGE_BYTES:
+                frame = _Frame()
+                torch.save(empty, cast("Any", frame))
+                before, after = frame.parts
+                return before, after
+            record = dump_object(empty)
+        finally:
+            torch.serialization.set_crc32_options(crc)
+    place = locate_tensor(lambda pos, size: record[pos : pos + size], len(record), "an empty record")
+    # Without data there is no entry to split at.
+    at = place.pos if place.nbytes else len(record)
+    return record[:at], record[at + place.nbytes :]
