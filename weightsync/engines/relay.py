@@ -103,6 +103,8 @@ class Relay:
         self._stock, self._bind_host = stock, bind_host
         self._receiver: _RelayReceiver | None = None
         self._weight_version: str | None = None
+        self._unfinished: str | None = None
+        """Why it holds all of a version, but does not serve it."""
         self._mode = "wait"
         self._committed: tuple[PublishCall, dict[str, Any]] | None = None
         self._busy = threading.Lock()
@@ -120,9 +122,12 @@ class Relay:
                 receiver.close()
                 self._stock.abort()
             receiver = self._receiver = _RelayReceiver(facts.runners, self._stock, self._bind_host)
-            self._weight_version = None
+            self._weight_version = self._unfinished = None
+        fenced = receiver.fenced or self._unfinished
         return {
             **receiver.status(),
+            "fenced": fenced,
+            "versions": dict.fromkeys(facts.runners) if fenced else receiver.versions,
             "engine": self.name,
             "engine_kind": facts.kind,
             "engine_version": facts.version,
@@ -160,8 +165,9 @@ class Relay:
             if ack.ok and ack.phase == "committed":
                 label = call.label if call.label is not None else str(call.version)
                 # At once, not when the coordinator says commit: the decision is final.
+                self._unfinished = f"version {call.version} is loaded, but the engine did not switch to it"
                 self._stock.commit(label, self._mode, call.deadline_s)
-                self._weight_version = label
+                self._weight_version, self._unfinished = label, None
                 reply = {"version": call.version, "versions": receiver.versions}
                 self._committed = (call, reply | {"speculation_counts": dict(self._stock.counts(call.deadline_s))})
             return {"acks": [dataclasses.asdict(dataclasses.replace(ack, timeline={}))]}
@@ -177,7 +183,7 @@ class Relay:
 
     def resume(self, *, deadline_s: float) -> Mapping[str, Any]:
         with self._one("resume"):
-            fenced = self._receiver.fenced if self._receiver is not None else None
+            fenced = self._unfinished or (self._receiver.fenced if self._receiver is not None else None)
             if fenced is not None:
                 raise errors.EngineFenced(
                     f"engine {self.name} holds no complete version ({fenced}); a full publish heals it",
