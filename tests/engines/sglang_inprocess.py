@@ -9,6 +9,7 @@ last line of the output is JSON, for `test_sglang_workers`.
     layers-v1   MultiLayerEagleWorker, two MTP layers (MiMo-V2-Flash). 0.5.10.post1 cannot import it, for a missing name
                 in an annotation: that name is put into builtins here
     layers-v2   MultiLayerEagleWorkerV2, likewise
+    mla         no drafts, a dense DeepSeek-V2: absorbed projections that SGLang derives from `kv_b_proj`
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, WIDTH, STEPS = 320, 64, 4, 2, 16, 128, 2
+MLA = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 
 
 def write_layers_model(folder: Path) -> None:
@@ -105,9 +107,94 @@ def write_layers_model(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def write_mla_model(folder: Path) -> None:
+    """A dense DeepSeek-V2 without a low-rank query, random."""
+    g = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=g) * 0.1
+
+    rank, nope, rope, value = MLA["kv_lora_rank"], MLA["qk_nope_head_dim"], MLA["qk_rope_head_dim"], MLA["v_head_dim"]
+    tensors = {
+        "model.embed_tokens.weight": random(VOCAB, HIDDEN),
+        "model.norm.weight": random(HIDDEN),
+        "lm_head.weight": random(VOCAB, HIDDEN),
+    }
+    for i in range(2):
+        attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
+        tensors |= {
+            f"{attention}.q_proj.weight": random(HEADS * (nope + rope), HIDDEN),
+            f"{attention}.kv_a_proj_with_mqa.weight": random(rank + rope, HIDDEN),
+            f"{attention}.kv_a_layernorm.weight": random(rank),
+            f"{attention}.kv_b_proj.weight": random(HEADS * (nope + value), rank),
+            f"{attention}.o_proj.weight": random(HIDDEN, HEADS * value),
+            f"{mlp}.gate_proj.weight": random(WIDTH, HIDDEN),
+            f"{mlp}.up_proj.weight": random(WIDTH, HIDDEN),
+            f"{mlp}.down_proj.weight": random(HIDDEN, WIDTH),
+            f"model.layers.{i}.input_layernorm.weight": random(HIDDEN),
+            f"model.layers.{i}.post_attention_layernorm.weight": random(HIDDEN),
+        }
+    config = {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "hidden_size": HIDDEN,
+        "intermediate_size": WIDTH,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "first_k_dense_replace": 2,
+        "moe_layer_freq": 1,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        **MLA,
+        "q_lora_rank": None,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "bos_token_id": 318,
+        "eos_token_id": 319,
+    }
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def absorbed(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> tuple[list[int], list[bool]]:
+    """Where the absorbed projections of every layer lie, and whether they are those of `tensors`."""
+    nope, value = MLA["qk_nope_head_dim"], MLA["v_head_dim"]
+    pointers, equal = [], []
+    for i, layer in enumerate(module.model.layers):
+        whole = tensors[f"model.layers.{i}.self_attn.kv_b_proj.weight"].view(HEADS, nope + value, -1)
+        key, val = whole.split([nope, value], dim=1)
+        attention = layer.self_attn
+        pointers += [attention.w_kc.data_ptr(), attention.w_vc.data_ptr()]
+        equal += [torch.equal(attention.w_kc, key), torch.equal(attention.w_vc, val.transpose(1, 2))]
+    return pointers, equal
+
+
 def build(kind: str, folder: Path):
     """The scheduler of one rank, as SGLang's scheduler process builds it."""
     layers = kind.startswith("layers")
+    speculation = {
+        # EAGLE would choose the second generation by itself.
+        "speculative_algorithm": "NEXTN" if kind == "layers-v1" else "EAGLE",
+        "speculative_num_steps": STEPS if layers else 1,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": STEPS + 1 if layers else 2,
+    }
     if kind.endswith("v2"):
         os.environ["SGLANG_ENABLE_SPEC_V2"] = "1"
     if kind == "layers-v1":
@@ -118,11 +205,7 @@ def build(kind: str, folder: Path):
     options = {"enable_multi_layer_eagle": True, "disable_hybrid_swa_memory": True} if layers else {}
     args = ServerArgs(
         model_path=str(folder),
-        # EAGLE would choose the second generation by itself.
-        speculative_algorithm="NEXTN" if kind == "layers-v1" else "EAGLE",
-        speculative_num_steps=STEPS if layers else 1,
-        speculative_eagle_topk=1,
-        speculative_num_draft_tokens=STEPS + 1 if layers else 2,
+        **(speculation if kind != "mla" else {}),
         device="cpu",
         attention_backend="triton",
         sampling_backend="pytorch",
@@ -188,19 +271,28 @@ def main(kind: str, folder: Path) -> None:
 
     if kind.startswith("layers"):
         write_layers_model(folder)
+    if kind == "mla":
+        write_mla_model(folder)
     scheduler = build(kind, folder)
+    target = scheduler.tp_worker.model_runner.model
     mark = ".mtp.layers." if kind.startswith("layers") else ".mtp_layers."
     disk = load_file(folder / "model.safetensors")
+    before = absorbed(target, disk) if kind == "mla" else None
     g = torch.Generator().manual_seed(7)
     new = {name: torch.randn(t.shape, generator=g) for name, t in disk.items()}
-    source = StateDictSource(
-        lambda: {n: t for n, t in new.items() if mark not in n},
-        drafts={"draft": lambda: {n: t for n, t in new.items() if mark in n}},
-    )
+    drafts = {"draft": lambda: {n: t for n, t in new.items() if mark in n}} if kind != "mla" else {}
+    source = StateDictSource(lambda: {n: t for n, t in new.items() if mark not in n}, drafts=drafts)
     control = SglangControl("http://127.0.0.1:1", name="direct")
     control.link = Direct(scheduler)
     with Publisher(source, [control], PublishConfig(run_id="test", deadline_s=30, control_s=60)) as p:
         status = control.status(deadline_s=60)
+        if kind == "v2":
+            scheduler.result_queue.append("a forward")
+            # The result of a forward that runs ahead (overlap): its pause is not over, and nothing may be written.
+            out_of_rest = control.call("pause", {"mode": "wait"}, deadline_s=60)["idle"]
+            scheduler.result_queue.clear()
+            at_rest = control.call("drain", {}, deadline_s=60)["idle"]
+            control.resume(deadline_s=60)
         report = p.publish(1)
     bridge = scheduler.weightsync_bridge
     embedding = bridge.runners[0].module.model.embed_tokens.weight
@@ -221,7 +313,11 @@ def main(kind: str, folder: Path) -> None:
         for d in drafts:
             d.load_weights([(n, t) for n, t in new.items() if mark in n])
         out["steps_by_name"] = [[torch.equal(d.model.eh_proj.weight, p) for p in projections] for d in drafts]
+    elif kind == "mla":
+        after = absorbed(target, new)
+        out |= {"from_disk": before[1], "absorbed": after[1], "in_place": before[0] == after[0]}
     else:
+        out["idle"] = [out_of_rest, at_rest]
         out["steps"] = [torch.equal(drafts[0].model.input_proj.weight, new["model.mtp_layers.0.input_proj.weight"])]
     print(json.dumps(out), flush=True)
     os._exit(0)  # SGLang leaves threads behind that never end

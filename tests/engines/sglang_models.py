@@ -11,6 +11,7 @@ import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,11 +20,18 @@ from weightsync.embedded.known import known_argmax, known_next, write_hf_folder
 from weightsync.sources.state_dict import StateDictSource
 
 PROMPT = [3, 4, 5]
+VERSIONS = (1, 2, 3)
+"""Whose tokens `token-map` has in its map."""
+
+# mtp; token-map: likewise, with a map of hot tokens; eagle3; standalone: a small model of its own, with the same names
+_ARGMAX = {"mtp": "mtp", "token-map": "mtp", "eagle3": "eagle3", "standalone": None}
 
 
 def config(draft: str) -> ModelConfig:
-    if draft == "mtp":
+    if _ARGMAX[draft] == "mtp":
         return resolve_config("tiny")
+    if draft == "standalone":
+        return resolve_config("tiny-llama")
     # An EAGLE3 drafter reads the inputs of three layers, of which SGLang cannot take the first one's.
     return dataclasses.replace(resolve_config("tiny-llama"), num_layers=4)
 
@@ -31,12 +39,21 @@ def config(draft: str) -> ModelConfig:
 @functools.lru_cache(maxsize=8)
 def weights(draft: str, version: int) -> dict[str, dict[str, torch.Tensor]]:
     """Role -> name -> tensor; `bfloat16` weights would generate wrong tokens under Triton's interpreter."""
-    return known_argmax(config(draft), seed=version, draft=draft, dtype=torch.float32)  # type: ignore[arg-type]
+    kind: Any = _ARGMAX[draft]
+    out = known_argmax(config(draft), seed=version, draft=kind, dtype=torch.float32)
+    if draft == "standalone":
+        out["draft"] = known_argmax(_small(config(draft)), seed=version, dtype=torch.float32)["target"]
+    return out
+
+
+def _small(config: ModelConfig) -> ModelConfig:
+    return dataclasses.replace(config, num_layers=1)
 
 
 def expected(draft: str, version: int, n: int) -> list[int]:
     """What the target of `version` continues `PROMPT` with, from the definition of its weights alone."""
-    follows = known_next(config(draft), seed=version, draft=draft)  # type: ignore[arg-type]
+    kind: Any = _ARGMAX[draft]
+    follows = known_next(config(draft), seed=version, draft=kind)
     tokens = [PROMPT[-1]]
     for _ in range(n):
         tokens.append(int(follows[tokens[-1]]))
@@ -48,7 +65,21 @@ def write_folders(folder: Path, draft: str, version: int) -> list[str]:
     tensors, target = weights(draft, version), config(draft)
     options = ["--model-path", str(folder / "target"), "--speculative-num-steps", "1"]
     options += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "2"]
-    if draft == "mtp":
+    if draft == "standalone":
+        _write(folder / "target", target, tensors["target"])
+        _write(folder / "draft", _small(target), tensors["draft"])
+        return [
+            *options,
+            "--speculative-algorithm",
+            "STANDALONE",
+            "--speculative-draft-model-path",
+            str(folder / "draft"),
+        ]
+    if draft == "token-map":
+        hot = {t for v in VERSIONS for t in (*PROMPT, *expected(draft, v, 40))}
+        torch.save(sorted(hot, reverse=True), folder / "hot.pt")
+        options += ["--speculative-token-map", str(folder / "hot.pt")]
+    if draft in ("mtp", "token-map"):
         # Transformers has no configuration class for MiMo, which is Qwen2 with an MTP layer.
         _write(folder / "target", target, tensors["target"] | tensors["draft"], model_type="qwen2")
         return [*options, "--speculative-algorithm", "NEXTN"]

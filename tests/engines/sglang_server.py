@@ -75,11 +75,12 @@ def environment(folder: Path) -> dict[str, str]:
 class Server:
     """Started from disk at version 1; `wait` returns once it answers. Several may start at the same time.
 
-    `stock`: as SGLang's own users start it, with nothing of ours in its processes. `options` are added to its command.
+    `stock`: as SGLang's own users start it, with nothing of ours in its processes. `options`: of its command, with the
+    models' folders, where they are not those of `sglang_models`.
     """
 
     def __init__(
-        self, folder: Path, release: str, draft: str, *, stock: bool = False, options: Sequence[str] = ()
+        self, folder: Path, release: str, draft: str, *, stock: bool = False, options: Sequence[str] | None = None
     ) -> None:
         self.draft, self.release, self.log, self.stock = draft, release, folder / "server.log", stock
         # Bound, but not listening: nobody else is given the port, and SGLang, which reuses addresses, gets it.
@@ -88,26 +89,30 @@ class Server:
         self._held.bind(("127.0.0.1", 0))
         port = self._held.getsockname()[1]
         module = "sglang.launch_server" if stock else "weightsync.engines.sglang.launch"
-        command = [
+        self._command = [
             str(python_of(release)), "-m", module, "--host", "127.0.0.1", "--port", str(port),
-            *OPTIONS, *models.write_folders(folder, draft, 1), *options,
+            *OPTIONS, *(options if options is not None else models.write_folders(folder, draft, 1)),
         ]  # fmt: skip
-        env = environment(folder)
+        self._folder, self._env = folder, environment(folder)
         if stock:
-            env["PYTHONPATH"] = str(ROOT / "tests" / "engines" / "stubs" / "sglang")
+            self._env["PYTHONPATH"] = str(ROOT / "tests" / "engines" / "stubs" / "sglang")
+        self.start()
+        control: Any = stock_control if stock else SglangControl
+        self.link = HttpLink(f"http://127.0.0.1:{port}", api_key=KEY, name=None)
+        self.control = control(f"http://127.0.0.1:{port}", api_key=KEY, name=f"{draft}-{release}")
+
+    def start(self) -> None:
+        """Again after `kill`: at the same address, with the version of its folder."""
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                command,
-                cwd=folder,
-                env=env,
+                self._command,
+                cwd=self._folder,
+                env=self._env,
                 stdout=log,
                 stderr=log,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        control: Any = stock_control if stock else SglangControl
-        self.link = HttpLink(f"http://127.0.0.1:{port}", api_key=KEY, name=None)
-        self.control = control(f"http://127.0.0.1:{port}", api_key=KEY, name=f"{draft}-{release}")
 
     def wait(self) -> Server:
         end = time.monotonic() + START_S
@@ -119,11 +124,17 @@ class Server:
                 pytest.fail(f"SGLang did not start:\n{self.log.read_text(errors='replace')[-6000:]}")
             time.sleep(0.25)
 
-    def close(self) -> None:
-        self._held.close()
-        family = []
-        with contextlib.suppress(psutil.NoSuchProcess):
-            family = psutil.Process(self._process.pid).children(recursive=True)
+    @property
+    def pids(self) -> list[int]:
+        try:
+            me = psutil.Process(self._process.pid)
+            return [me.pid, *(p.pid for p in me.children(recursive=True))]
+        except psutil.NoSuchProcess:
+            return []
+
+    def kill(self) -> None:
+        """All of its processes at once, without a word."""
+        family = [psutil.Process(pid) for pid in self.pids[1:]]
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(10)
@@ -131,6 +142,10 @@ class Server:
             with contextlib.suppress(psutil.NoSuchProcess):
                 p.kill()
         psutil.wait_procs(family, timeout=10)
+
+    def close(self) -> None:
+        self._held.close()
+        self.kill()
 
     def post(self, path: str, **body: Any) -> tuple[int, Any]:
         return self.link.post(path, body, deadline_s=150)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -24,12 +25,18 @@ def in_order(names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: (name.startswith("lm_head"), name))
 
 
-def main(port: str, group: str, file: str) -> None:
+def join(port: str, group: str) -> Any:
+    """Rank 0 of 2; returns once SGLang's rank is there."""
     store, rank, size = next(rendezvous(f"tcp://127.0.0.1:{port}", 0, 2, timeout=TIMEOUT))
     store = PrefixStore(group, store)
     pg, _ = _new_process_group_helper(
         size, rank, [], Backend("gloo"), store, group_name=group, backend_options=None, timeout=TIMEOUT
     )
+    return pg
+
+
+def main(port: str, group: str, file: str) -> None:
+    pg = join(port, group)
     options = dist.BroadcastOptions()
     options.rootRank = 0
     tensors = load_file(file)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.engines import sglang_models as models
-from tests.engines.sglang_server import RELEASES, Server, stock_update
+from tests.engines.sglang_server import DEADLINE_S, RELEASES, Server, stock_update
 from weightsync import errors
 from weightsync.embedded.known import known_next
 from weightsync.engines.sglang import control
+from weightsync.engines.sglang.acceptance import acceptance_of
 from weightsync.engines.sglang.control import SglangControl
+from weightsync.timeline import Timeline
 
 pytestmark = [pytest.mark.engine, pytest.mark.multiproc, pytest.mark.timeout(400)]
 
@@ -51,7 +53,14 @@ def test_tokens_acceptance_and_every_parameter_equal_a_fresh_engine(servers: dic
     server = servers[draft]
     fresh_tokens, fresh = server.decode(), server.weights()
     assert fresh_tokens == (models.expected(draft, 1, 6), 1.0)
-    report = server.publish(2)
+    with server.publisher(models.Weights(draft, 2)) as p:
+        report = p.publish(2)
+        assert p.measure_acceptance(report).engines[0].speculation_after == {}
+        server.serves(2)
+        measured = p.measure_acceptance(report).engines[0]
+        assert p.publish(2).outcome == "noop"
+    assert measured.speculation_before == measured.speculation_after == acceptance_of([server.generate()[1]])
+    assert measured.speculation_before == {"spec_accept_rate": 1.0, "spec_accept_length": 2.0}
     unique = sum(t.nbytes for tensors in models.weights(draft, 2).values() for t in tensors.values())
     assert report.payload_bytes == unique
     assert report.engines[0].bytes_received == (report.wire_bytes,)
@@ -213,6 +222,52 @@ def test_a_wrong_key_is_refused(mtp: Server) -> None:
     stranger = SglangControl(mtp.control.link._url, api_key="wrong")  # type: ignore[attr-defined]
     with pytest.raises(errors.AuthError, match="api_key"):
         stranger.status(deadline_s=30)
+
+
+class Interrupted(models.Weights):
+    """The weights of `version`; calls `hook` when half of them have been handed over."""
+
+    def __init__(self, draft: str, version: int, hook: Callable[[], None]) -> None:
+        super().__init__(draft, version)
+        self._hook = hook
+
+    def stream(self, roles: frozenset[str], timeline: Timeline) -> Iterator[torch.Tensor]:
+        half = len(self.specs()) // 2
+        for i, tensor in enumerate(super().stream(roles, timeline)):
+            if i == half:
+                self._hook()
+            yield tensor
+
+
+def test_killed_in_mid_publish_or_between_publishes_it_restarts_and_rejoins(
+    servers: dict[str, Server], no_leftovers: Callable[[list[int]], None]
+) -> None:
+    mtp, eagle3 = servers["mtp"], servers["eagle3"]
+    hooks: list[Callable[[], None]] = [mtp.kill]
+    source = Interrupted("mtp", 2, lambda: hooks.pop()() if hooks else None)
+    # Small buckets: some have arrived, and the engine is in its one receive call.
+    with mtp.publisher(source, bucket_bytes=1 << 16) as p, eagle3.publisher(models.Weights("eagle3", 2)) as q:
+        q.publish(2, force=True)
+        started = time.monotonic()
+        with pytest.raises(errors.PublishAborted, match=f"engine {mtp.control.name}") as failed:
+            p.publish(2, force=True)
+        assert time.monotonic() - started < DEADLINE_S / 2
+        assert failed.value.report.engines[0].outcome == "fenced"
+        with pytest.raises(errors.PreflightError, match="cannot reach"):
+            p.publish(2)
+        eagle3.kill()
+        for server in (mtp, eagle3):
+            server.start()
+        for server in (mtp, eagle3):
+            server.wait()
+        no_leftovers([*mtp.pids, *eagle3.pids])
+        # From disk, of no version, and no longer fenced.
+        assert mtp.decode() == (models.expected("mtp", 1, 6), 1.0)
+        assert set(mtp.control.status(deadline_s=30)["versions"].values()) == {None}
+        for server, publisher in ((mtp, p), (eagle3, q)):
+            report = publisher.publish(2)
+            assert (report.outcome, report.engines[0].outcome) == ("committed", "committed")
+            server.serves(2)
 
 
 # -- what SGLang's own distributed update does, so that the day it changes we know -------------------------------------

@@ -13,6 +13,7 @@ from weightsync.engines.sglang.control import SglangControl
 from weightsync.engines.sglang.launch import prepare
 from weightsync.engines.sglang.rows import INTERNALS, PROBES, internals_for, stock_row
 from weightsync.engines.sglang.stock import stock_control
+from weightsync.protocol import PublishCall
 
 EXTERNAL = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 
@@ -147,3 +148,32 @@ def test_stock_servers_that_their_own_way_would_corrupt_are_refused(info: dict[s
     relay._stock._link = Answers()  # type: ignore[attr-defined]
     with pytest.raises(errors.UnsupportedError, match=says):
         relay.status(deadline_s=1)
+
+
+CALL = PublishCall(
+    run_id="r",
+    epoch=1,
+    seq=0,
+    nonce="n",
+    version=7,
+    manifest_digest="d",
+    store_host="127.0.0.1",
+    store_port=1,
+    engine_index=0,
+    first_group_rank=1,
+    group_size=2,
+    transport="gloo",
+    num_buffers=2,
+    deadline_s=1.0,
+)
+
+
+def test_a_flush_that_is_refused_is_tried_again_and_then_reported() -> None:
+    refused, done = {"flushed": False}, {"flushed": True}
+    c, link = control(refused, refused, done)
+    assert c.commit(CALL, deadline_s=5) == done
+    assert (link.asked, link.version) == (["commit"] * 3, "7")
+    c, link = control(*[refused] * 100)
+    with pytest.raises(errors.EngineError, match=r"could not be flushed within 0\.1 s; it keeps requests back"):
+        c.commit(CALL, deadline_s=0.1)
+    assert link.version is None

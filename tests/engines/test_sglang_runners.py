@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from weightsync import errors
+from weightsync.engines.sglang.acceptance import Counters, acceptance_of
+from weightsync.engines.sglang.bridge import Bridge
 from weightsync.engines.sglang.rows import INTERNALS, internals_for
 from weightsync.engines.sglang.runners import find_runners, unsupported
 
@@ -170,3 +172,70 @@ def test_draft_vocabularies_that_cannot_be_are_refused(d2t: list[int], marked: l
     with pytest.raises(errors.RoutingError, match=says):
         publish_ids(runner, d2t, marked)
     assert worker.hot_token_id.tolist() == [0, 1, 2]
+
+
+class Request:
+    """A tokenized request as the gate sees it: by the name of its type."""
+
+
+TokenizedGenerateReqInput = type("TokenizedGenerateReqInput", (Request,), {})
+
+
+def test_requests_are_kept_back_until_a_refused_flush_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
+    refusals, processed = [False, False, True], []
+    s = scheduler(EAGLEWorker(Model()))
+    s.tp_cpu_group, s.waiting_queue = None, []
+    s.running_batch = s.last_batch = None
+    s.flush_cache = lambda: refusals.pop(0)
+    s.process_input_requests = processed.append
+    bridge = Bridge(s, ROW)
+    bridge._hold, bridge._mode, bridge._flush_due = True, "wait", True
+    request = TokenizedGenerateReqInput()
+    s.process_input_requests([request])
+    s.process_input_requests([])
+    assert processed == [[], []]
+    s.process_input_requests([])
+    assert processed[-1] == [request]
+    assert refusals == []
+
+
+class Counted:
+    """What SGLang counts of a request, under the names of either release."""
+
+    def __init__(self, accepted: str) -> None:
+        self.spec_verify_ct, self.done, self._accepted = 0, False, accepted
+        setattr(self, accepted, 0)
+
+    def step(self, accepted: int) -> None:
+        self.spec_verify_ct += 1
+        setattr(self, self._accepted, getattr(self, self._accepted) + accepted)
+
+    def finished(self) -> bool:
+        return self.done
+
+
+@pytest.mark.parametrize("name", ["spec_accepted_tokens", "spec_num_correct_drafts"])
+def test_drafts_are_counted_by_requests_from_their_first_step_to_their_last(name: str) -> None:
+    s = scheduler(EAGLEWorker(Model()), speculative_num_draft_tokens=4)
+    first, second = Counted(name), Counted(name)
+    s.running_batch, s.last_batch = SimpleNamespace(reqs=[first]), None
+    counters = Counters(s)
+    counters.sample()
+    first.step(3)
+    s.running_batch, s.last_batch = SimpleNamespace(reqs=[]), SimpleNamespace(reqs=[first, second])
+    counters.sample()
+    # The last step of a request is counted when it has left its batch already.
+    first.step(1)
+    first.done = True
+    second.step(0)
+    s.last_batch = None
+    assert counters.counts() == {"drafts": 3.0, "draft_tokens": 9.0, "accepted_tokens": 4.0}
+    first.step(9)
+    assert counters.counts()["drafts"] == 3.0
+
+
+def test_without_speculation_nothing_is_counted() -> None:
+    assert Counters(scheduler(None)).counts() == {}
+    assert acceptance_of([{"meta_info": {}}]) == {}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.engines import sglang_models as models
-from tests.engines.sglang_server import ROOT, environment, python_of
+from tests.engines.sglang_server import RELEASES, ROOT, environment, python_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.multiproc, pytest.mark.timeout(400)]
 
@@ -69,11 +69,23 @@ def test_the_second_generation_of_workers_of_the_oldest_release(tmp_path: Path) 
     assert said["embed"]
     assert said["shared"] == [True]
     assert said["steps"] == [True]
+    # A forward that runs ahead keeps a pause from coming to rest.
+    assert said["idle"] == [False, True]
 
 
-def test_an_offline_engine_of_two_ranks_is_published_to_from_its_own_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("release", sorted(RELEASES))
+def test_absorbed_projections_of_mla_are_those_of_the_published_weights_in_place(release: str, tmp_path: Path) -> None:
+    said = published(release, "mla", tmp_path)
+    assert (said["worker"], said["outcome"]) == (None, "committed")
+    assert all(said["from_disk"])
+    assert said["absorbed"] == [True] * 4
+    assert said["in_place"]
+
+
+@pytest.mark.parametrize("release", sorted(RELEASES))
+def test_an_offline_engine_of_two_ranks_is_published_to_from_its_own_process(release: str, tmp_path: Path) -> None:
     models.write_folders(tmp_path, "mtp", 1)
-    said = said_by("0.5.10.post1", tmp_path, "sglang_offline", str(tmp_path))
+    said = said_by(release, tmp_path, "sglang_offline", str(tmp_path))
     assert said["disk"] == [models.expected("mtp", 1, 6), 1.0]
     assert said["version 2"] == [models.expected("mtp", 2, 6), 1.0]
     assert said["world_size"] == 2

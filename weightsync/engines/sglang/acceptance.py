@@ -1,8 +1,8 @@
-"""How well an SGLang engine's drafts predict its target, from its scheduler's counters or from response metadata.
+"""How well an SGLang engine's drafts predict its target, from what it counts of each request for its response.
 
 Inside the scheduler `Bridge` keeps one `Counters`, samples it in every iteration of the loop and answers `status` and
-`commit` with what it counted: the publisher's report makes acceptance rates of the version that a publish replaced.
-Anywhere else `acceptance_of` makes the same of finished responses, also of a server that has nothing of ours.
+`commit` with the totals, of which the publisher's report makes acceptance before and after a publish. Anywhere else
+`acceptance_of` makes the same of finished responses, also of a server that has nothing of ours.
 """
 
 from __future__ import annotations
@@ -14,54 +14,57 @@ from weightsync.report import acceptance
 
 __all__ = ["Counters", "acceptance_of"]
 
-_NAMES = (
-    # (steps, target and draft tokens) of the running log interval and of those before it, by release.
-    (("spec_num_forward_ct", "spec_total_num_forward_ct"), ("spec_num_accept_tokens", "spec_total_num_accept_tokens")),
-    (
-        ("spec_num_forward_ct", "spec_total_num_forward_ct"),
-        ("spec_num_accepted_tokens", "spec_total_num_accepted_tokens"),
-    ),
-)
+_ACCEPTED = ("spec_num_correct_drafts", "spec_accepted_tokens")
+"""Accepted draft tokens of a request, by release."""
 
 
 class Counters:
-    """Counts that only grow, of a scheduler whose own go back to zero whenever it flushes its prefix cache."""
+    """Totals since the start, of the counts that SGLang keeps of each request and sends with its response.
+
+    The scheduler's own totals would be less: they leave out what the end of a request cuts off, and go back to zero
+    whenever the prefix cache is flushed.
+    """
 
     def __init__(self, scheduler: Any) -> None:
-        self._holder = getattr(scheduler, "metrics_reporter", scheduler)
+        self._scheduler = scheduler
         proposed = getattr(scheduler.server_args, "speculative_num_draft_tokens", None)
-        self._per_step = (proposed or 1) - 1
-        names = next((n for n in _NAMES if all(hasattr(self._holder, x) for pair in n for x in pair)), None)
-        self._names = names if self._per_step > 0 else None
-        self._last, self._sums = (0, 0), (0, 0)
+        self._per_step = (proposed or 1) - 1 if scheduler.draft_worker is not None else 0
+        self._followed: dict[int, tuple[Any, int, int]] = {}
+        self._steps = self._accepted = 0
 
     def sample(self) -> None:
-        """Take in what was counted since the last call; at least once between two flushes."""
-        if self._names is None:
+        """Take in what was counted since the last call: once per iteration of the scheduler's loop."""
+        if self._per_step <= 0:
             return
-        now = self._read()
-        # Fewer than before: they were set back in between, and what they show was counted since then.
-        base = (0, 0) if now[0] < self._last[0] else self._last
-        self._sums = (self._sums[0] + now[0] - base[0], self._sums[1] + now[1] - base[1])
-        self._last = now
-
-    def _read(self) -> tuple[int, int]:
-        assert self._names is not None
-        steps, tokens = (sum(int(getattr(self._holder, n)) for n in pair) for pair in self._names)
-        return steps, tokens
+        for key, (request, steps, accepted) in list(self._followed.items()):
+            now = _counts_of(request)
+            self._steps += now[0] - steps
+            self._accepted += now[1] - accepted
+            if request.finished():
+                del self._followed[key]
+            else:
+                self._followed[key] = (request, *now)
+        # A request is in one of these batches before its first step and until its last.
+        for batch in (self._scheduler.running_batch, self._scheduler.last_batch):
+            for request in batch.reqs if batch is not None else ():
+                if id(request) not in self._followed and not request.finished():
+                    self._followed[id(request)] = (request, *_counts_of(request))
 
     def counts(self) -> dict[str, float]:
-        """`drafts` (steps), `draft_tokens` (proposed) and `accepted_tokens` since the start; empty if none is kept."""
+        """`drafts` (steps), `draft_tokens` (proposed) and `accepted_tokens`; empty without speculation."""
         self.sample()
-        if self._names is None:
+        if self._per_step <= 0:
             return {}
-        steps, tokens = self._sums
-        # Every step gives one token of the target beside those of the draft that it accepts.
         return {
-            "drafts": float(steps),
-            "draft_tokens": float(steps * self._per_step),
-            "accepted_tokens": float(tokens - steps),
+            "drafts": float(self._steps),
+            "draft_tokens": float(self._steps * self._per_step),
+            "accepted_tokens": float(self._accepted),
         }
+
+
+def _counts_of(request: Any) -> tuple[int, int]:
+    accepted = next((getattr(request, name) for name in _ACCEPTED if hasattr(request, name)), 0)
+    return int(request.spec_verify_ct), int(accepted)
 
 
 def acceptance_of(responses: Iterable[Mapping[str, Any]]) -> dict[str, float]:

@@ -263,7 +263,6 @@ class Bridge:
 
     def _flush(self) -> bool:
         """The prefix cache, once. Requests that were kept hold no KV: the queue is set aside for SGLang to agree."""
-        self._counters.sample()  # a flush sets SGLang's own back
         waiting, self.scheduler.waiting_queue = self.scheduler.waiting_queue, []
         try:
             return bool(self.scheduler.flush_cache())
@@ -375,9 +374,9 @@ class Bridge:
         self.scheduler.abort_request(AbortReq(abort_all=True))
 
     def _leave_pause(self) -> None:
-        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
-
         if self._mode == "keep":
+            from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
             self.scheduler.continue_generation(ContinueGenerationReqInput())
         self._hold, self._mode, self._lease_end = False, None, None
 
