@@ -54,6 +54,7 @@ def test_tokens_acceptance_and_every_parameter_equal_a_fresh_engine(servers: dic
     fresh_tokens, fresh = server.decode(), server.weights()
     assert fresh_tokens == (models.expected(draft, 1, 6), 1.0)
     with server.publisher(models.Weights(draft, 2)) as p:
+        server.serves(1)
         report = p.publish(2)
         assert p.measure_acceptance(report).engines[0].speculation_after == {}
         server.serves(2)

@@ -62,10 +62,10 @@ def scheduler(worker: Any = None, target: Model | None = None, **args: Any) -> A
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        ({"pp_size": 2}, "pipeline parallelism"),
-        ({"dp_size": 2}, "data parallelism"),
-        ({"ep_size": 4}, "expert parallelism"),
-        ({"enable_dp_attention": True}, "DP attention"),
+        ({"pp_size": 2}, "rank s * tp_size + t"),
+        ({"dp_size": 2}, "a server per replica"),
+        ({"ep_size": 4}, "every tensor but other ranks' experts"),
+        ({"enable_dp_attention": True, "dp_size": 2}, "group of tp_size / dp_size"),
         ({"load_format": "gguf"}, "load_format=gguf"),
         ({"quantization": "fp8"}, "quantization=fp8"),
         ({"enable_lora": True}, "LoRA"),

@@ -17,7 +17,17 @@ import torch
 from weightsync.engines.capabilities import OPT_IN, Probe, Row, find_row
 from weightsync.errors import UnsupportedError
 
-__all__ = ["BACKEND", "INTERNALS", "PROBES", "ROWS", "STOCK", "Internals", "internals_for", "stock_row"]
+__all__ = [
+    "BACKEND",
+    "INTERNALS",
+    "NO_PARALLELISM",
+    "PROBES",
+    "ROWS",
+    "STOCK",
+    "Internals",
+    "internals_for",
+    "stock_row",
+]
 
 BACKEND = "weightsync"
 """What the bridge answers to in `init_weights_update_group(backend=...)`; other servers refuse the name at once."""
@@ -123,6 +133,26 @@ def stock_row(version: str) -> Row:
         )
     return STOCK
 
+
+NO_PARALLELISM: Mapping[str, str] = {
+    "pp_size": (
+        "pipeline parallelism: stage s of tensor parallel rank t would be rank s * tp_size + t with its own layers, "
+        "but stages take control requests one after the other, and would wait for each other in the data group"
+    ),
+    "dp_size": (
+        "data parallelism: replicas behind one port are engines of their own, of which a request reaches one: start a "
+        "server per replica and list them all"
+    ),
+    "enable_dp_attention": (
+        "DP attention: ranks would be those of tensor parallelism, each group of tp_size / dp_size with a whole "
+        "attention, but groups have queues and pauses of their own, and no real engine has shown that all rest at once"
+    ),
+    "ep_size": (
+        "expert parallelism: ranks would be those of tensor parallelism, each with every tensor but other ranks' "
+        "experts, and their union complete, but no real engine has shown it"
+    ),
+}
+"""Server argument -> why it is refused, with the ranks that there would be and what each would hold."""
 
 _V2_PATHS = {
     "EAGLEWorkerV2": "draft_worker.draft_runner",

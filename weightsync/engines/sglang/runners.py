@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from weightsync.engine.runner import ModuleRunner
-from weightsync.engines.sglang.rows import Internals
+from weightsync.engines.sglang.rows import NO_PARALLELISM, Internals
 from weightsync.errors import RoutingError, UnsupportedError
 
 __all__ = ["describe_speculation", "find_runners", "unsupported"]
@@ -49,24 +49,26 @@ def describe_speculation(scheduler: Any) -> str | None:
 
 def unsupported(scheduler: Any, row: Internals) -> list[str]:
     """Why this engine, as it was started, cannot take part in a publish; empty if it can."""
-    args, out = scheduler.server_args, []
-    sizes = {"pp_size": "pipeline parallelism", "dp_size": "data parallelism", "ep_size": "expert parallelism"}
-    out += [
-        f"{what} ({name}={_value(args, name)}): its rank formula is in no row"
-        for name, what in sizes.items()
-        if (_value(args, name) or 1) > 1
+    args = scheduler.server_args
+    dp_attention = bool(_value(args, "enable_dp_attention"))
+    out = [
+        f"{name}={value}: {why}"
+        for name, why in NO_PARALLELISM.items()
+        # Under DP attention, dp_size counts its groups.
+        if int(value := _value(args, name) or 0) > (name != "enable_dp_attention")
+        and not (name == "dp_size" and dp_attention)
     ]
-    if _value(args, "enable_dp_attention"):
-        out.append("DP attention: its rank formula is in no row")
     load_format = _text(_value(args, "load_format") or "auto").lower()
     if load_format not in _PLAIN_LOAD_FORMATS:
         out.append(f"load_format={load_format}: its parameters are not those of the checkpoint; use auto")
     quantized = _value(args, "quantization") or _value(args, "torchao_config")
     if quantized:
         out.append(f"quantization={quantized}: its parameters are not those of the checkpoint")
-    for name in ("enable_lora", "lora_paths"):
-        if _value(args, name):
-            out.append(f"LoRA ({name}): adapters would sit on top of weights that they were not made for")
+    out += [
+        f"LoRA ({name}): adapters would sit on top of weights that they were not made for"
+        for name in ("enable_lora", "lora_paths")
+        if _value(args, name)
+    ]
     for name in ("cpu_offload_gb", "offload_group_size"):
         size = _value(args, name)
         if size is not None and size > 0:
