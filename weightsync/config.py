@@ -25,7 +25,7 @@ class PublishConfig:
     run_id: str | None = None
     """Stable name of the training run; a new publisher with the same one takes over its engines. None: random."""
     transport: str = "gloo"
-    """`gloo`, `nccl`, `shm` (same host), or another torch.distributed backend by name (untested)."""
+    """`gloo`, `nccl`, `shm` (same host), `ipc` (same GPU), or another torch.distributed backend by name (untested)."""
     bucket_bytes: int | None = None
     """Size of one transfer; None: what the transport recommends. Never more than the weights of a pipeline stage."""
     num_buffers: int | None = None

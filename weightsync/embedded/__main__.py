@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--name", default="engine")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cpu", help="cpu; cuda (rank r on device r), cuda:N (on N + r), or a list")
     parser.add_argument("--seed", type=int, default=0, help="of random weights")
     parser.add_argument("--api-key-file", type=Path, help="file that holds the key; without it a random one is printed")
     args = parser.parse_args(argv)

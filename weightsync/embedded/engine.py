@@ -24,6 +24,7 @@ from typing import Any
 
 from weightsync.embedded.build import plan_models
 from weightsync.embedded.links import receive, send
+from weightsync.embedded.parallel import rank_device
 from weightsync.engine.control import HttpControl
 from weightsync.errors import ConfigError, EngineError
 
@@ -52,6 +53,7 @@ class EngineConfig:
     """The only address that the control API listens on, and the one that data groups use."""
     port: int = 0
     device: str = "cpu"
+    """`cpu`; `cuda`: rank r on device r; `cuda:N`: rank r on N + r; or one per rank, `cuda:0,cuda:0`."""
     seed: int = 0
     """Of random weights."""
     num_draft: int = 4
@@ -68,6 +70,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         plan_models(self.model, self.draft, self.dtype, self.tp)
+        rank_device(self.device, 0, self.tp)
         if not self.name or any(c in self.name for c in "/ \n"):
             raise ConfigError(f"engine name {self.name!r}: expected a word without spaces and slashes")
         for field in ("num_threads", "max_running"):

@@ -21,11 +21,11 @@ import torch
 from weightsync.embedded.build import build_models, make_runners, plan_models
 from weightsync.embedded.leader import Leader
 from weightsync.embedded.links import Follower, receive, send
-from weightsync.embedded.parallel import TpGroup
+from weightsync.embedded.parallel import TpGroup, rank_device
 from weightsync.embedded.rank import Rank
 from weightsync.engine.http import ControlServer
 from weightsync.engine.receiver import Receiver
-from weightsync.errors import WeightSyncError
+from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.store import connect_store, host_store
 
 __all__ = ["main"]
@@ -116,7 +116,7 @@ def _follow(config: Mapping[str, Any], launcher: Connection) -> None:
 
 def _make_rank(config: Mapping[str, Any], tp: TpGroup) -> Rank:
     plan = plan_models(config["model"], config["draft"], config["dtype"], tp.size)
-    device = torch.device(config["device"])
+    device = _take_device(config["device"], tp)
     decoder = build_models(plan, tp, device=device, seed=config["seed"])
     runners = make_runners(decoder)
     receiver = Receiver(
@@ -136,6 +136,23 @@ def _make_rank(config: Mapping[str, Any], tp: TpGroup) -> Rank:
         max_running=config["max_running"],
         prefix_entries=config["prefix_entries"],
     )
+
+
+def _take_device(text: str, tp: TpGroup) -> torch.device:
+    """This rank's device, made the current one: kernels and streams of a rank are on its own GPU.
+
+    Raises:
+        ConfigError: this process has no such device.
+    """
+    device = rank_device(text, tp.rank, tp.size)
+    if device.type == "cpu":
+        return device
+    accelerator = torch.accelerator.current_accelerator()
+    kind, count = (accelerator.type, torch.accelerator.device_count()) if accelerator is not None else ("none", 0)
+    if device.type != kind or (device.index or 0) >= count:
+        raise ConfigError(f"device {text!r}: rank {tp.rank} wants {device}, this process sees {count} of kind {kind}")
+    torch.accelerator.set_device_index(device.index or 0)
+    return device
 
 
 def _stop_with(launcher: Connection, stop: Any) -> None:

@@ -144,6 +144,8 @@ class Session:
                 )
             return
         transport = get_transport(call.transport)
+        if device.type not in (devices := transport.caps.devices) and "cpu" in devices:
+            device = torch.device("cpu")  # loaders copy from there to their own device
         for stage in range(manifest.num_stages):
             peers = [f"rank {r} of the group" for r in range(call.group_size)]
             peers[0], peers[rank] = f"trainer stage {stage}", name

@@ -1,5 +1,6 @@
 """The scripts under benchmarks/ that state facts about the transport and the processes, at small sizes."""
 
+import argparse
 import dataclasses
 import importlib.util
 import os
@@ -8,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from weightsync.bench import cli
 from weightsync.bench.config import BenchConfig
 from weightsync.embedded.config import SHAPES
 from weightsync.embedded.known import known_argmax, write_hf_folder
@@ -39,6 +42,40 @@ def test_growth_is_seen_and_noise_is_not():
     assert soak.growth_per_publish([10 * page] * 100) == 0
     assert soak.growth_per_publish([10 * page + i % 2 * page for i in range(100)]) == 0
     assert soak.growth_per_publish([i * page for i in range(100)]) == page
+
+
+def test_the_gpu_script_shows_its_plan_and_stays_within_its_budget(capsys):
+    gpu = script("gpu")
+    assert gpu.main(["--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[:-1]] == [s.name for s in gpu.STEPS]
+    assert int(lines[-1].split()[2]) <= gpu.BUDGET_S < 600
+    for step in gpu.STEPS:
+        if "bench" in step.command:  # every row is one that the bench takes
+            parser = argparse.ArgumentParser()
+            cli.add_arguments(parser)
+            parsed = parser.parse_args(step.command[4:])
+            assert parsed.transport in step.name
+    assert gpu.main(["--dry-run", "--only", "tests"]) == 0
+    assert capsys.readouterr().out.startswith("tests (at most")
+
+
+def test_the_gpu_script_reports_every_way_in_which_a_step_ends():
+    gpu = script("gpu")
+    say = [sys.executable, "-c"]
+    good = gpu.run(gpu.Step("good", 20, [*say, 'print(\'{"rate_per_s": 2e9, "same": true}\')']))
+    bad = gpu.run(gpu.Step("bad", 20, [*say, "raise SystemExit('no card')"]))
+    late = gpu.run(gpu.Step("late", 1, [*say, "import time; print('so far', flush=True); time.sleep(30)"]))
+    assert (good["status"], bad["status"], late["status"]) == (0, 1, "over its limit of 1 s")
+    assert gpu.line_of("good", good).endswith("| rate_per_s 2e9, same True |")
+    assert "no card" in bad["output"]
+    assert gpu.line_of("late", late).endswith("so far |")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_the_gpu_script_refuses_a_machine_without_a_card(capsys):
+    assert script("gpu").main([]) == 2
+    assert "finds no CUDA device" in capsys.readouterr().err
 
 
 @pytest.mark.multiproc
