@@ -29,8 +29,11 @@ _RAISED_AS_IS: dict[str, type[errors.WeightSyncError]] = {
 }
 
 
+_ROUTER = "behind a router, list the addresses of the engines themselves"
+
+
 class HttpControl:
-    """One engine behind `url`, an `EngineControl`. Stateless: each call is a connection of its own.
+    """One engine behind `url`, an `EngineControl`. Each call is a connection of its own.
 
     Args:
         url: `http://host:port` or `https://host:port` of the engine itself, not of a router in front of several.
@@ -55,13 +58,24 @@ class HttpControl:
         self._parts = parts
         self._ssl_context = ssl_context
         self._name = name if name is not None else f"{parts.hostname}:{parts.port}"
+        self._direct = False
 
     @property
     def name(self) -> str:
         return self._name
 
     def status(self, *, deadline_s: float) -> Mapping[str, Any]:
-        return self.call("status", {}, deadline_s=deadline_s)
+        status = self.call("status", {}, deadline_s=deadline_s)
+        if not self._direct:
+            # A router would send the steps of one publish to several engines; asked twice, two answer.
+            again = self.call("status", {}, deadline_s=deadline_s)
+            if again.get("instance") != status.get("instance"):
+                raise errors.UnsupportedError(
+                    f"engine {self.name}: two different engines answer at {self.url} (instances "
+                    f"{status.get('instance')} and {again.get('instance')}): {_ROUTER}"
+                )
+            self._direct = True
+        return status
 
     def preflight(self, call: PublishCall, *, deadline_s: float) -> Mapping[str, Any]:
         return self.call("preflight", call.to_json(), deadline_s=deadline_s)
@@ -111,13 +125,27 @@ class HttpControl:
             reply = json.loads(raw)
         except ValueError as e:
             raise errors.EngineError(
-                f"{where}: {self.url} answered {response.status} without JSON: is it an engine's control port?",
+                f"{where}: {self.url} answered {response.status} without JSON: is it an engine's control port? "
+                f"{_ROUTER}",
                 engine=self.name,
                 phase=name,
             ) from e
         if response.status == 200 and isinstance(reply, dict):
             return reply
         error = reply.get("error", {}) if isinstance(reply, dict) else {}
+        if not isinstance(error, dict) or (response.status == 404 and error.get("type") != "UnsupportedError"):
+            error = {}
+        if not error and response.status in (401, 403):
+            raise errors.AuthError(
+                f"{where}: {self.url} refuses the key ({response.status}): pass the engine's api_key"
+            )
+        if not error:
+            raise errors.EngineError(
+                f"{where}: {self.url} answered {response.status}, not in weightsync's words ({str(reply)[:200]}): "
+                f"start the engine with weightsync's part in it (docs/guides); {_ROUTER}",
+                engine=self.name,
+                phase=name,
+            )
         raise raised(self.name, name, error, f"HTTP {response.status}")
 
     def _connect(self, deadline_s: float) -> http.client.HTTPConnection:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import http.client
+import http.server
+import itertools
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -102,6 +105,54 @@ def test_taken_port_and_empty_key_are_named(server: ControlServer) -> None:
         HttpControl(server.url, api_key="")
     with pytest.raises(errors.ConfigError, match="expected http"):
         HttpControl("localhost:80", api_key="k")
+
+
+def test_a_router_in_front_of_several_engines_is_refused_with_advice() -> None:
+    instances = itertools.count()
+    with_several = ControlServer({"status": lambda _: {"instance": str(next(instances))}}, api_key="k")
+    with_several.start()
+    try:
+        with pytest.raises(
+            errors.UnsupportedError, match=r"two different engines .* list the addresses of the engines"
+        ):
+            HttpControl(with_several.url, api_key="k").status(deadline_s=5)
+    finally:
+        with_several.stop()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind", "says"),
+    [
+        (404, b'{"detail": "Not Found"}', errors.EngineError, "behind a router, list the addresses"),
+        (404, b'{"error": {"type": "NotFoundError", "code": 404}}', errors.EngineError, "weightsync's part in it"),
+        (502, b"<html>Bad Gateway</html>", errors.EngineError, "behind a router, list the addresses"),
+        (401, b'{"error": "Unauthorized"}', errors.AuthError, "pass the engine's api_key"),
+    ],
+)
+def test_servers_that_do_not_know_us_get_advice_in_the_error(
+    status: int, body: bytes, kind: type[Exception], says: str
+) -> None:
+    class Other(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    other = http.server.HTTPServer(("127.0.0.1", 0), Other)
+    thread = threading.Thread(target=other.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        with pytest.raises(kind, match=says):
+            HttpControl(f"http://127.0.0.1:{other.server_address[1]}", api_key="k").status(deadline_s=5)
+    finally:
+        other.shutdown()
+        thread.join()
+        other.server_close()
 
 
 def test_only_the_given_address_listens(server: ControlServer) -> None:
