@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from checkpoint.errors import ConfigError
 from checkpoint.retention import Retention
@@ -24,7 +25,10 @@ class SaveConfig:
     start_deadline_s: float = 120.0
     """For all ranks to build their Checkpointer."""
     num_files: int = 2
-    """Data files per rank, written in parallel."""
+    """Data files per rank of weights, and as many of everything else, written in parallel."""
+    spread_replicas: bool = True
+    """From the second save on, shards that several ranks hold are written by those that the seals of the save before
+    show to have time for it. False: by the ranks of the main replicas."""
     staging_bytes: int | None = None
     """Shared memory per rank; None: the size of its state. A larger state is streamed through it while `save` waits."""
     on_failure: Literal["warn", "retry", "raise"] = "warn"
@@ -37,8 +41,12 @@ class SaveConfig:
     """Committed steps are copied there in the background, by the lowest rank of each node (see `checkpoint.drain`)."""
     durable_bytes_per_s: float | None = None
     """Upper bound of the rate of copying."""
+    durable_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """For fsspec's filesystem, as JSON takes them: `{"endpoint_url": "http://..."}`."""
     disk_limit_bytes: int | None = None
     """What a root may hold, where a quota applies that the filesystem does not tell; checked by `preflight`."""
+    progress: bool = True
+    """Rank 0 draws a progress bar while a save is written, if standard error is a terminal and `tqdm` is installed."""
     keep_aborted: bool = False
     """Leave the files of aborted attempts on disk."""
 

@@ -1,13 +1,14 @@
 """Copy committed checkpoints to durable storage, behind the back of training: any URL that fsspec opens.
 
-    drain(root, step, url)          in this process; returns the bytes that were copied
+    drain(root, step, url)          in this process; returns what was copied
     DrainProcess(root, step, url)   the same in a process of its own, with `poll`
+    DrainQueue(root, url, ...)      of one node: one after the other, the step that is not durable yet and oldest first
 
 Objects go up in this order: this node's data, a mark that the node is done, and, by whoever finds the marks of all
-nodes, `common.pt`, `.metadata`, `commit.json` and last `metadata.json`, which makes the copy a checkpoint. Nothing is
-renamed: object stores copy to rename. What is read from the local disk is digested on the way and compared with its
-seal, so that damage is not made durable; what was written is read back and digested, too. A drain that was interrupted
-goes on with the objects that are missing or differ.
+nodes, `common.pt`, `.metadata`, `commit.json` and last `metadata.json`, which makes the copy a checkpoint. What is read
+from the local disk is digested on the way and compared with its seal, so that damage is not made durable; what was
+written is read back and digested, too. A drain that was interrupted goes on with the objects that are missing or
+differ; `drained.json` in the local folder says afterwards where the step went.
 """
 
 from __future__ import annotations
@@ -15,25 +16,31 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from checkpoint.errors import CheckpointError, ConfigError, DigestError, FormatError
-from checkpoint.format.files import STEP_BYTES, FileRecord, new_digest
-from checkpoint.format.folder import TorchDistReader
+from checkpoint.durable import Durable
+from checkpoint.errors import CheckpointError, DigestError, FormatError
+from checkpoint.format.files import STEP_BYTES, FileRecord, new_digest, put_file
 from checkpoint.format.index import dump_metadata
-from checkpoint.layout import committed_path
+from checkpoint.layout import committed_path, committed_steps
 from checkpoint.process import child_environment
 from checkpoint.seals import CommitRecord, index_from_seals, read_commit
 
-__all__ = ["DrainProcess", "DrainQueue", "DrainReport", "drain", "main", "open_durable"]
+__all__ = ["DrainProcess", "DrainQueue", "DrainReport", "drain", "drained_to", "main"]
 
 log = logging.getLogger("checkpoint")
 
 AGAIN_S = 10.0
+STALL_S = 600.0
+"""A drain process that moves no byte for so long ends itself; the next one goes on."""
+MARK = "drained.json"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,56 +55,22 @@ class DrainReport:
     committed: bool
 
 
-def _filesystem(url: str, options: dict[str, Any] | None) -> tuple[Any, str]:
-    try:
-        import fsspec
-    except ImportError as e:
-        raise ConfigError("durable storage needs the package `fsspec`: pip install 'weightsync[storage]'") from e
-    try:
-        fs, path = fsspec.core.url_to_fs(url, **(options or {}))
-    except (ImportError, ValueError) as e:
-        raise ConfigError(f"fsspec cannot open {url!r}: {e}") from e
-    return fs, str(path).rstrip("/")
+class _Meter:
+    """Bounds the rate of what passes, and knows when something last did."""
 
-
-class _Throttle:
     def __init__(self, bytes_per_s: float | None) -> None:
-        self._rate, self._began, self._done = bytes_per_s, time.monotonic(), 0
+        self._rate, self._free_at = bytes_per_s, 0.0
+        self.last = time.monotonic()
+        # Small pieces at a small rate: pauses of a tenth of a second instead of bursts.
+        self.piece_bytes = STEP_BYTES if bytes_per_s is None else int(min(max(bytes_per_s / 10, 64 << 10), STEP_BYTES))
 
     def passed(self, nbytes: int) -> None:
-        self._done += nbytes
+        now = time.monotonic()
         if self._rate:
-            time.sleep(max(self._began + self._done / self._rate - time.monotonic(), 0))
-
-
-def _remote_digest(fs: Any, path: str) -> str:
-    digest = new_digest()
-    with fs.open(path, "rb") as file:
-        while piece := file.read(STEP_BYTES):
-            digest.update(piece)
-    return str(digest.hexdigest())
-
-
-def _is_there(fs: Any, path: str, record: FileRecord) -> bool:
-    try:
-        return int(fs.size(path)) == record.nbytes and _remote_digest(fs, path) == record.xxh3
-    except FileNotFoundError:
-        return False
-
-
-def _copy(fs: Any, source: Path, target: str, record: FileRecord, throttle: _Throttle) -> None:
-    digest, total = new_digest(), 0
-    with open(source, "rb", buffering=0) as file, fs.open(target, "wb", block_size=STEP_BYTES) as out:
-        while piece := file.read(STEP_BYTES):
-            digest.update(piece)
-            total += len(piece)
-            out.write(piece)
-            throttle.passed(len(piece))
-    if (total, digest.hexdigest()) != (record.nbytes, record.xxh3):
-        fs.rm_file(target)
-        raise DigestError(f"{source} was changed after it was sealed: it is not made durable")
-    if not _is_there(fs, target, record):
-        raise DigestError(f"{target} does not hold what was written to it: drain again, or look at that storage")
+            # What was not used is not saved up: a pause must not be followed by a burst.
+            self._free_at = max(self._free_at, now) + nbytes / self._rate
+            time.sleep(max(self._free_at - now, 0))
+        self.last = time.monotonic()
 
 
 def drain(
@@ -105,55 +78,87 @@ def drain(
     step: int,
     url: str,
     *,
-    storage_options: dict[str, Any] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
     bytes_per_s: float | None = None,
+    meter: _Meter | None = None,
 ) -> DrainReport:
     """Copy this node's part of a committed step to `<url>/iter_<step>`; idempotent and resumable.
 
     Args:
         url: what fsspec opens: "s3://bucket/run", "file:///mnt/durable", "memory://...".
         storage_options: for fsspec.
-        bytes_per_s: upper bound of the rate of copying; None: none.
+        bytes_per_s: upper bound of the rate of copying, reading back included; None: none.
 
     Raises:
         FormatError: the step is not committed here; DigestError: a file differs from its seal, here or there.
-        OSError: from either storage.
+        StorageError: from durable storage. OSError: from the local disk.
     """
     folder = committed_path(root, step)
     try:
         record = read_commit(folder / "commit.json")
     except FileNotFoundError as e:
         raise FormatError(f"{folder} is not committed: nothing to drain") from e
-    fs, base = _filesystem(url, storage_options)
-    target = f"{base}/{folder.name}"
-    fs.makedirs(target, exist_ok=True)
-    throttle, copied, there, nbytes = _Throttle(bytes_per_s), 0, 0, 0
-    mark = f"{target}/drained.{record.node}.json"
+    meter = meter or _Meter(bytes_per_s)
+    durable = Durable(url, storage_options)
+    durable.prepare(step)
+    _retract(durable, record)
+    copied, there, nbytes = 0, 0, 0
     for file in record.own_files():
-        if _is_there(fs, f"{target}/{file.name}", file):
+        if _is_there(durable, step, file, meter):
             there += 1
             continue
-        _copy(fs, folder / file.name, f"{target}/{file.name}", file, throttle)
+        durable.send(step, folder / file.name, file, meter.piece_bytes, meter.passed)
+        if not _is_there(durable, step, file, meter):
+            raise DigestError(
+                f"{durable.place(step, file.name)} does not hold what was written to it: drain again, or look at that "
+                "storage"
+            )
         copied += 1
         nbytes += file.nbytes
-    fs.pipe_file(mark, json.dumps({"attempt": record.attempt}).encode())
-    committed = _all_marked(fs, target, record)
+    durable.put(step, f"drained.{record.node}.json", json.dumps({"attempt": record.attempt}).encode())
+    committed = _all_marked(durable, record)
     if committed:
-        _commit(fs, target, record, folder)
+        _commit(durable, record, folder)
+    put_file(folder / MARK, json.dumps({"url": url, "attempt": record.attempt}).encode())
     return DrainReport(step=step, bytes_copied=nbytes, files_copied=copied, files_there=there, committed=committed)
 
 
-def _all_marked(fs: Any, target: str, record: CommitRecord) -> bool:
+def drained_to(folder: str | Path) -> str | None:
+    """The URL that this node's part of a local step was drained to; None: to nowhere yet."""
+    try:
+        return str(json.loads((Path(folder) / MARK).read_bytes())["url"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # not drained, or torn: draining again costs a comparison
+
+
+def _is_there(durable: Durable, step: int, expected: FileRecord, meter: _Meter) -> bool:
+    if durable.size(step, expected.name) != expected.nbytes:
+        return False
+    return durable.digest(step, expected.name, meter.passed) == expected
+
+
+def _retract(durable: Durable, record: CommitRecord) -> None:
+    """An earlier attempt at the same step must not stay committed while its files are replaced."""
+    try:
+        if durable.record(record.step).attempt == record.attempt:
+            return
+    except FormatError:
+        pass  # none, or damaged: then it goes, too
+    for name in ("metadata.json", "commit.json"):
+        durable.remove(record.step, name)
+
+
+def _all_marked(durable: Durable, record: CommitRecord) -> bool:
     for node in {seal.node for seal in record.seals}:
         try:
-            if json.loads(fs.cat_file(f"{target}/drained.{node}.json"))["attempt"] != record.attempt:
+            if json.loads(durable.get(record.step, f"drained.{node}.json"))["attempt"] != record.attempt:
                 return False  # of an earlier attempt at the same step
         except FileNotFoundError:
             return False
     return True
 
 
-def _commit(fs: Any, target: str, record: CommitRecord, folder: Path) -> None:
+def _commit(durable: Durable, record: CommitRecord, folder: Path) -> None:
     """The metadata of a copy that holds the files of all nodes."""
     seals = tuple(dataclasses.replace(seal, node=0) for seal in record.seals)
     contents = {name: (folder / name).read_bytes() for name in ("common.pt", "metadata.json")}
@@ -166,38 +171,47 @@ def _commit(fs: Any, target: str, record: CommitRecord, folder: Path) -> None:
     whole = CommitRecord(attempt=record.attempt, step=record.step, node=0, seals=seals, metadata=tuple(records))
     contents["commit.json"] = whole.dump()
     for name in ("common.pt", ".metadata", "commit.json", "metadata.json"):
-        fs.pipe_file(f"{target}/{name}", contents[name])
-
-
-def open_durable(url: str, step: int, *, storage_options: dict[str, Any] | None = None) -> TorchDistReader:
-    """Read tensors of a drained step by ranges, without downloading the rest.
-
-    Raises:
-        FormatError: no complete checkpoint there.
-    """
-    fs, base = _filesystem(url, storage_options)
-    folder = f"{base}/{committed_path('', step).name}"
-
-    def fetch(name: str, pos: int, size: int | None) -> bytes:
-        return bytes(fs.cat_file(f"{folder}/{name}", start=pos, end=None if size is None else pos + size))
-
-    return TorchDistReader(f"{url}/{committed_path('', step).name}", fetch=fetch)
+        durable.put(record.step, name, contents[name])
 
 
 class DrainProcess:
-    """A drain in a process of its own: its reads, digests and uploads take no time from the trainer's threads."""
+    """A drain in a process of its own, of low priority: it takes no time from the trainer's threads.
 
-    def __init__(self, root: str | Path, step: int, url: str, *, bytes_per_s: float | None = None) -> None:
+    Its order goes through a pipe: `storage_options` may hold what no list of processes should show.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        step: int,
+        url: str,
+        *,
+        bytes_per_s: float | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
         self.step = step
         self._outcome: DrainReport | str | None = None
-        order = {"root": str(root), "step": step, "url": url, "bytes_per_s": bytes_per_s}
+        order = {
+            "root": str(root),
+            "step": step,
+            "url": url,
+            "bytes_per_s": bytes_per_s,
+            "storage_options": dict(storage_options or {}),
+        }
         self._process = subprocess.Popen(
-            [sys.executable, "-c", "from checkpoint.drain import main; main()", json.dumps(order)],
-            stdin=subprocess.DEVNULL,
+            [sys.executable, "-c", "from checkpoint.drain import main; main()"],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd="/",
             env=child_environment(),
         )
+        assert self._process.stdin is not None
+        try:
+            # Far less than a pipe holds: this waits for nobody.
+            self._process.stdin.write(json.dumps(order).encode())
+            self._process.stdin.close()
+        except OSError:
+            pass  # it died at once; `poll` says so
 
     def poll(self) -> DrainReport | str | None:
         """None while it runs; then its report, or in words why there is none. Never waits."""
@@ -223,17 +237,31 @@ class DrainProcess:
 
 
 class DrainQueue:
-    """Drains of one node, one after the other, oldest step first. For one thread; nothing waits."""
+    """Drains of one node, one after the other, oldest step first. For one thread; nothing waits.
 
-    def __init__(self, root: str | Path, url: str, bytes_per_s: float | None) -> None:
-        self._root, self._url, self._rate = root, url, bytes_per_s
-        self.pending: list[int] = []
+    Begins with the committed steps that an earlier life of the run did not drain to this URL.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        url: str,
+        bytes_per_s: float | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._root, self._url, self._rate, self._options = root, url, bytes_per_s, storage_options
+        self.pending: list[int] = [
+            step
+            for step in committed_steps(root)
+            if (committed_path(root, step) / "commit.json").exists() and drained_to(committed_path(root, step)) != url
+        ]
         """Steps that are not durable yet; the first one is being copied, if any is."""
         self._process: DrainProcess | None = None
         self._not_before = 0.0
 
     def add(self, step: int) -> None:
-        self.pending.append(step)
+        if step not in self.pending[1:]:  # the first may be half copied, of an earlier attempt at the same step
+            self.pending.append(step)
 
     @property
     def reading(self) -> list[int]:
@@ -247,7 +275,13 @@ class DrainQueue:
             while self.pending and not committed_path(self._root, self.pending[0]).exists():
                 log.warning("step %d was pruned before it was drained to %s", self.pending.pop(0), self._url)
             if self.pending and time.monotonic() >= self._not_before:
-                self._process = DrainProcess(self._root, self.pending[0], self._url, bytes_per_s=self._rate)
+                self._process = DrainProcess(
+                    self._root,
+                    self.pending[0],
+                    self._url,
+                    bytes_per_s=self._rate,
+                    storage_options=self._options,
+                )
             return []
         outcome = self._process.poll()
         if outcome is None:
@@ -270,11 +304,25 @@ class DrainQueue:
 
 
 def main() -> None:
-    """What a `DrainProcess` runs: one order as JSON argument, one line of JSON as answer."""
-    order = json.loads(sys.argv[1])
+    """What a `DrainProcess` runs: one order as JSON on stdin, one line of JSON as answer."""
+    order = json.load(sys.stdin)
+    os.nice(10)
+    meter = _Meter(order["bytes_per_s"])
+    # A client may wait for ever for a server that is gone; who waits for this process must not.
+    threading.Thread(target=_end_when_stalled, args=(meter, order), daemon=True).start()
     try:
-        report = drain(order["root"], order["step"], order["url"], bytes_per_s=order["bytes_per_s"])
+        report = drain(
+            order["root"], order["step"], order["url"], storage_options=order["storage_options"], meter=meter
+        )
     except (CheckpointError, OSError) as e:
         print(json.dumps({"error": f"step {order['step']} was not drained to {order['url']}: {e}"}))
         return
     print(json.dumps({"report": dataclasses.asdict(report)}))
+
+
+def _end_when_stalled(meter: _Meter, order: dict[str, Any]) -> None:
+    while (left := meter.last + STALL_S - time.monotonic()) > 0:
+        time.sleep(left)
+    said = f"step {order['step']} was not drained to {order['url']}: no byte moved for {STALL_S:g} s"
+    print(json.dumps({"error": said}), flush=True)
+    os._exit(1)

@@ -9,6 +9,7 @@
     ├── SaveError                    a save ended without a committed checkpoint; names rank, host, phase, bytes
     │   └── WriterLost               this rank's writer process died or stalled
     ├── LoadError                    no candidate could be loaded; lists every one with its reason
+    ├── StorageError                 durable storage refuses or does not answer
     └── StoreLost                    the coordinator's store does not answer; names its address
 
 Messages say what went wrong, where (step, rank, path), what was got and expected, and the next step.
@@ -25,6 +26,7 @@ __all__ = [
     "FormatError",
     "LoadError",
     "SaveError",
+    "StorageError",
     "StoreLost",
     "WriterLost",
 ]
@@ -64,6 +66,10 @@ class WriterLost(SaveError):
 
 class LoadError(CheckpointError):
     """No candidate could be loaded."""
+
+
+class StorageError(CheckpointError):
+    """Durable storage refuses or does not answer."""
 
 
 class StoreLost(CheckpointError):

@@ -34,6 +34,8 @@ class SaveHandle:
     attempt: str
     nbytes: int
     """That this rank stages."""
+    bytes_done: int = 0
+    """Of those, handed to the disk so far."""
     state: str = "staged"
     blocked_s: float = 0.0
     """How long `save` held the caller; `waited_s` of it for the save before."""

@@ -26,6 +26,7 @@ from typing import Any
 from checkpoint.format.files import fsync_dir, put_file
 
 __all__ = [
+    "TRACKER",
     "LeftOver",
     "clean_up",
     "committed_path",
@@ -33,7 +34,11 @@ __all__ = [
     "leftovers",
     "owner_record",
     "remove_folder",
+    "remove_older_attempts",
     "saving_path",
+    "saving_step",
+    "step_of",
+    "useless",
     "write_tracker",
 ]
 
@@ -50,10 +55,22 @@ def saving_path(root: str | Path, step: int, attempt: str) -> Path:
     return Path(root) / f".saving-iter_{step:07d}-{attempt}"
 
 
+def step_of(name: str) -> int | None:
+    """The step of a committed folder's name; None for another name."""
+    match = _COMMITTED.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def saving_step(name: str) -> int | None:
+    """The step of an attempt's folder; None for another name."""
+    match = _SAVING.fullmatch(name)
+    return int(match[1]) if match else None
+
+
 def committed_steps(root: str | Path) -> list[int]:
     """Steps of the committed checkpoints in a root, ascending; read from the disk."""
-    matches = [(_COMMITTED.fullmatch(entry.name), entry.path) for entry in os.scandir(root)]
-    return sorted(int(m[1]) for m, path in matches if m and os.path.exists(Path(path) / "metadata.json"))
+    found = [(step_of(entry.name), entry.path) for entry in os.scandir(root)]
+    return sorted(step for step, path in found if step is not None and os.path.exists(Path(path) / "metadata.json"))
 
 
 def write_tracker(root: str | Path, step: int) -> None:
@@ -70,10 +87,12 @@ def boot_id() -> str:
 
 
 def start_time(pid: int) -> str | None:
-    """When a process of this host began, in its kernel's ticks; None if there is no such process."""
+    """When a process of this host began, in its kernel's ticks; None if there is no such process, or it is dead."""
     try:
         # The name of the program may hold spaces and parentheses: count from the last one.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        # In many containers nobody reaps orphans: dead writers would stay for ever.
+        return None if fields[0] in "ZX" else fields[19]
     except (OSError, IndexError):
         return None
 
@@ -103,6 +122,9 @@ class LeftOver:
     world_size: int | None
     """As the seals say; None without any."""
 
+    prepared: bool = False
+    """Its commit record is written: if all of its nodes have theirs, the next start makes a checkpoint of it."""
+
     @property
     def complete(self) -> bool:
         """All ranks sealed here: `rebuild` makes a checkpoint of it."""
@@ -116,7 +138,7 @@ def leftovers(root: str | Path) -> list[LeftOver]:
         match = _SAVING.fullmatch(entry.name)
         if match is None:
             continue
-        path, alive, seals, world = Path(entry.path), [], 0, None
+        path, alive, seals, world, prepared = Path(entry.path), [], 0, None, False
         for name in sorted(os.listdir(path)):
             if owned := re.fullmatch(r"owner\.(\d+)\.json", name):
                 try:
@@ -127,6 +149,8 @@ def leftovers(root: str | Path) -> list[LeftOver]:
                     continue
                 if not gone:
                     alive.append(f"rank {owned[1]} on {owner['host']} (pid {owner['pid']})")
+            elif name == "commit.json":
+                prepared = True
             elif re.fullmatch(r"seal\.\d+\.json", name):
                 seals += 1
                 if world is None:
@@ -136,27 +160,60 @@ def leftovers(root: str | Path) -> list[LeftOver]:
                         continue  # a damaged seal counts for nothing; `rebuild` names it
         found.append(
             LeftOver(
-                path=path, step=int(match[1]), attempt=match[2], alive=tuple(alive), num_seals=seals, world_size=world
+                path=path,
+                step=int(match[1]),
+                attempt=match[2],
+                alive=tuple(alive),
+                num_seals=seals,
+                world_size=world,
+                prepared=prepared,
             )
         )
     return sorted(found, key=lambda left: (left.step, left.attempt))
 
 
 def clean_up(root: str | Path) -> list[LeftOver]:
-    """Remove what is provably dead: attempts without living owners that no `rebuild` could save, half-deleted folders.
-
-    Returns those that were removed. Attempts with complete seals stay until a newer step is committed.
-    """
+    """Remove half-deleted folders and what is `useless`; returns the attempts that were removed."""
     for entry in os.scandir(root):
         if entry.name.startswith(".removing-"):
             shutil.rmtree(entry.path, ignore_errors=True)  # whatever stays is looked at again next time
-    newest = max(committed_steps(root), default=-1)
-    removed = []
-    for left in leftovers(root):
-        if not left.alive and (not left.complete or left.step <= newest):
-            remove_folder(left.path)
-            removed.append(left)
+    removed = useless(root)
+    for left in removed:
+        remove_folder(left.path)
     return removed
+
+
+def useless(root: str | Path) -> list[LeftOver]:
+    """Attempts whose owners are provably gone and that no `rebuild` could save.
+
+    Those with complete seals count only when a newer step is committed.
+    """
+    newest = max(committed_steps(root), default=-1)
+    return [
+        left
+        for left in leftovers(root)
+        if not left.alive and (not (left.complete or left.prepared) or left.step <= newest)
+    ]
+
+
+def remove_older_attempts(root: str | Path, attempt: str) -> None:
+    """Delete what earlier attempts of the run of `attempt`, which is committed, have left behind.
+
+    All of its ranks have sealed this one, so none of them works on an earlier one any more.
+    """
+    run, number = _attempt_number(attempt)
+    if not run:
+        return
+    for entry in list(os.scandir(root)):
+        match = _SAVING.fullmatch(entry.name)
+        if match is not None and _attempt_number(match[2])[0] == run and _attempt_number(match[2])[1] < number:
+            remove_folder(entry.path)
+
+
+def _attempt_number(attempt: str) -> tuple[str, tuple[int, ...]]:
+    """(run, (save, try)) of "<run>.<save>" or "<run>.<save>r<try>"; a foreign name belongs to no run."""
+    match = re.fullmatch(r"(.*)\.(\d+)(?:r(\d+))?", attempt)
+    return (match[1], (int(match[2]), int(match[3] or 0))) if match else ("", ())
 
 
 def remove_folder(path: str | Path) -> None:

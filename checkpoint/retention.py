@@ -13,7 +13,7 @@ from pathlib import Path
 from checkpoint.errors import ConfigError
 from checkpoint.layout import committed_path, committed_steps, remove_folder
 
-__all__ = ["Retention", "prune"]
+__all__ = ["Retention", "doomed", "prune"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,12 +36,18 @@ class Retention:
         kept = set(sorted(steps)[-self.keep_last :])
         return kept | {step for step in steps if self.keep_every and step % self.keep_every == 0}
 
-    def disk_peak_bytes(self, checkpoint_bytes: int, steps_kept_before: Sequence[int] = ()) -> int | None:
-        """The most that a root ever holds, given what `keep_every` has kept already; None without a limit."""
+    def disk_peak_bytes(
+        self, checkpoint_bytes: int, steps_kept_before: Sequence[int] = (), *, drains: bool = False
+    ) -> int | None:
+        """The most that a root holds until `keep_every` keeps another step; None without a limit.
+
+        What stays, what `keep_every` has kept already, the save in flight, and with `drains` the step that is being
+        copied when its time is over.
+        """
         if self.keep_last is None:
             return None
         extra = sum(1 for step in steps_kept_before if self.keep_every and step % self.keep_every == 0)
-        return (self.keep_last + extra + 1) * checkpoint_bytes
+        return (self.keep_last + extra + 1 + drains) * checkpoint_bytes
 
 
 def prune(root: str | Path, retention: Retention, protect: Collection[int] = ()) -> list[int]:
@@ -52,9 +58,14 @@ def prune(root: str | Path, retention: Retention, protect: Collection[int] = ())
     Raises:
         OSError: one could not be removed; those before it are gone.
     """
+    going = doomed(root, retention, protect)
+    for step in going:
+        remove_folder(committed_path(root, step))
+    return going
+
+
+def doomed(root: str | Path, retention: Retention, protect: Collection[int] = ()) -> list[int]:
+    """Steps that `prune` would remove now."""
     steps = committed_steps(root)
     kept = retention.keep(steps) | set(protect) | set(steps[-1:])
-    doomed = [step for step in steps if step not in kept]
-    for step in doomed:
-        remove_folder(committed_path(root, step))
-    return doomed
+    return [step for step in steps if step not in kept]

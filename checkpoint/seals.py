@@ -19,7 +19,7 @@ from checkpoint.errors import CoverageError, FormatError
 from checkpoint.format.files import FileRecord, new_digest
 from checkpoint.format.index import Chunk, Index, ObjectEntry, TensorEntry
 
-__all__ = ["CommitRecord", "Seal", "common_differences", "index_from_seals", "read_commit", "read_seal"]
+__all__ = ["CommitRecord", "Seal", "common_differences", "index_from_seals", "parse_commit", "read_commit", "read_seal"]
 
 SEAL_FORMAT = 1
 
@@ -42,6 +42,12 @@ class Seal:
     """(key, number of the file, position, bytes)"""
     common: Mapping[str, str]
     """Digest of every leaf of the state that should be the same on all ranks."""
+    replicas: tuple[str, ...] = ()
+    """Shards that this rank holds and another one writes, see `checkpoint.replicas`."""
+    basis: str = ""
+    """Attempt whose record said who writes what; empty: the main replicas."""
+    write_s: float = 0.0
+    """From the beginning of the attempt to the last byte, for the next distribution."""
 
     def to_json(self) -> dict[str, Any]:
         value = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -55,9 +61,10 @@ class Seal:
             if value["format"] != SEAL_FORMAT:
                 raise FormatError(f"{what} has the seal format {value['format']!r}, expected {SEAL_FORMAT}")
             files = tuple(FileRecord(name=n, nbytes=b, xxh3=x) for n, b, x in value["files"])
-            rest = {f.name: value[f.name] for f in dataclasses.fields(cls) if f.name not in ("files",)}
+            rest = {f.name: value[f.name] for f in dataclasses.fields(cls) if f.name != "files" and f.name in value}
             rest["tensors"] = tuple(tuple(t) for t in rest["tensors"])
             rest["objects"] = tuple(tuple(o) for o in rest["objects"])
+            rest["replicas"] = tuple(rest.get("replicas", ()))
             return cls(files=files, **rest)
         except (KeyError, TypeError, ValueError) as e:
             raise FormatError(f"{what} is not a seal ({type(e).__name__}: {e})") from e
@@ -154,17 +161,22 @@ def _digest(text: str) -> str:
 
 def read_commit(path: Path) -> CommitRecord:
     """Raises FormatError: damaged; OSError: unreadable."""
+    return parse_commit(path.read_bytes(), str(path))
+
+
+def parse_commit(data: bytes, what: str) -> CommitRecord:
+    """Raises FormatError: `what` is damaged."""
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(data)
         body = value["record"]
         if _digest(json.dumps(body, sort_keys=True, separators=(",", ":"))) != value["xxh3"]:
-            raise FormatError(f"{path} was changed after it was written: its digest does not fit")
+            raise FormatError(f"{what} was changed after it was written: its digest does not fit")
         return CommitRecord(
             attempt=body["attempt"],
             step=body["step"],
             node=body["node"],
-            seals=tuple(Seal.from_json(seal, str(path)) for seal in body["seals"]),
+            seals=tuple(Seal.from_json(seal, what) for seal in body["seals"]),
             metadata=tuple(FileRecord(name=n, nbytes=b, xxh3=x) for n, b, x in body["metadata"]),
         )
     except (ValueError, KeyError, TypeError) as e:
-        raise FormatError(f"{path} is not a commit record ({type(e).__name__}: {e})") from e
+        raise FormatError(f"{what} is not a commit record ({type(e).__name__}: {e})") from e

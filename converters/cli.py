@@ -1,5 +1,6 @@
 """The command `ckpt`: gathers the groups of commands, prints what they find, turns errors into one line.
 
+    checkpoint.cli           ls, show, verify, rebuild, drain, prune, doctor: saved checkpoints
     converters.inspection    inspect: a Hugging Face folder
 
 Each group offers `add_commands`; every command gets `--json` (one object on stdout) and `--debug` here.
@@ -25,7 +26,7 @@ from converters.errors import ConverterError, FolderError
 
 __all__ = ["main"]
 
-GROUPS = ("converters.inspection",)
+GROUPS = ("checkpoint.cli", "converters.inspection")
 USAGE_ERRORS = (CheckpointConfigError, FolderError)
 
 

@@ -27,12 +27,13 @@ MAY_IMPORT = {
 
 # Trainers, engines and what else an environment may lack -> the modules (or folders) that adapt them.
 ADAPTERS = {
-    "fsspec": ("checkpoint/drain.py",),
+    "fsspec": ("checkpoint/durable.py",),
     "matplotlib": ("weightsync/bench/",),
     "mbridge": (),
     "megatron": (
         "checkpoint/megatron/",
         "converters/live/",
+        "converters/semantic/",
         "training_hooks/megatron/",
         "weightsync/bench/megatron/",
         "weightsync/sources/megatron.py",
@@ -40,13 +41,13 @@ ADAPTERS = {
     "ray": (),
     "sglang": ("weightsync/engines/sglang/",),
     "tensorstore": ("checkpoint/legacy_zarr.py",),
-    "transformers": (),
+    "transformers": ("converters/semantic/",),
     "vllm": ("weightsync/engines/vllm/",),
 }
 # Adapters that are all about one package and are themselves imported lazily: there it may stand at the top.
 EAGER = {
-    "megatron": ("weightsync/bench/megatron/",),
-    "vllm": tuple(f"weightsync/engines/vllm/{name}.py" for name in ("engine", "reload", "shadow")),
+    "megatron": ("converters/semantic/layers.py", "converters/semantic/spec.py"),
+    "vllm": tuple(f"weightsync/engines/vllm/{name}.py" for name in ("engine", "reload", "shadow", "worker")),
 }
 
 # Exceptions that users need not tell apart: caught in their package, or a kind of what `errors.py` has.

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoint.drain import DrainProcess, drain, open_durable
+from checkpoint.drain import DrainProcess, drain
+from checkpoint.durable import Durable
 from checkpoint.errors import CoverageError, DigestError, FormatError
 from checkpoint.format import FileRecord, TorchDistReader, TorchDistWriter, write_folder_metadata
 from checkpoint.format.files import file_digest, put_file
@@ -110,11 +111,11 @@ def test_the_last_node_to_drain_commits_the_copy(tmp_path):
 def test_tensors_are_read_from_durable_storage_by_ranges(tmp_path):
     commit(tmp_path / "root", 7)
     drain(tmp_path / "root", 7, "memory://bucket/run")
-    with open_durable("memory://bucket/run", 7) as folder:
+    with Durable("memory://bucket/run").open(7) as folder:
         assert torch.equal(folder.read("w", (2, 1), (3, 2)), expected(7)[2:5, 1:3])
         assert folder.common() == {"step": 7}
     with pytest.raises(FormatError, match=r"no metadata\.json"):
-        open_durable("memory://bucket/run", 8)
+        Durable("memory://bucket/run").open(8)
 
 
 def test_a_rate_limit_holds(tmp_path):

@@ -149,17 +149,32 @@ def test_limits_are_the_smallest_that_apply(tmp_path):
     assert free > 1000
     assert disk_left_bytes(tmp_path, 5000, held_bytes=1000) == 4000
     assert disk_left_bytes(tmp_path, 500, held_bytes=1000) == 0
-    group = tmp_path / "cgroup"
-    group.mkdir()
-    info = tmp_path / "meminfo"
-    info.write_text("MemTotal: 100 kB\nMemAvailable:   90 kB\n")
-    assert memory_left_bytes(group, info) == 90 << 10
-    (group / "memory.max").write_text("50000\n")
-    (group / "memory.current").write_text("20000\n")
-    assert memory_left_bytes(group, info) == 30000
-    (group / "memory.max").write_text("max\n")
-    assert memory_left_bytes(group, info) == 90 << 10
-    assert memory_left_bytes(group, tmp_path / "none") is None
+
+
+def test_memory_is_what_the_tightest_control_group_leaves(tmp_path):
+    machine = memory_left_bytes(tmp_path, tmp_path / "none")
+    assert machine > 1 << 20
+    membership = tmp_path / "membership"
+    membership.write_text("0::/job/step\n")
+    job = tmp_path / "job"
+    (job / "step").mkdir(parents=True)
+    (job / "step" / "memory.max").write_text("max\n")
+    (job / "step" / "memory.current").write_text("20000\n")
+    assert abs(memory_left_bytes(tmp_path, membership) - machine) < machine / 2
+    # The limit of a group above counts, too; pages of files that nobody uses do not.
+    (job / "memory.max").write_text("50000\n")
+    (job / "memory.current").write_text("45000\n")
+    assert memory_left_bytes(tmp_path, membership) == 5000
+    (job / "memory.stat").write_text("anon 15000\nactive_file 5000\ninactive_file 25000\n")
+    assert memory_left_bytes(tmp_path, membership) == 30000
+    # The older control groups have one tree per resource.
+    membership.write_text("7:cpu:/x\n4:memory:/slurm/job\n")
+    older = tmp_path / "memory" / "slurm"
+    older.mkdir(parents=True)
+    (older / "memory.limit_in_bytes").write_text("9000")
+    (older / "memory.usage_in_bytes").write_text("8000")
+    (older / "memory.stat").write_text("total_inactive_file 500\n")
+    assert memory_left_bytes(tmp_path, membership) == 1500
 
 
 @pytest.mark.parametrize(

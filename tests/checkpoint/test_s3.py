@@ -1,0 +1,153 @@
+"""Durable storage that speaks S3 over HTTP: drained whole, resumed after a kill, read by ranges, its failures named."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from checkpoint.drain import AGAIN_S, DrainProcess, DrainQueue, drain, drained_to
+from checkpoint.durable import Durable
+from checkpoint.errors import DigestError, FormatError, StorageError
+from checkpoint.layout import committed_path, committed_steps
+from tests.checkpoint.test_drain import commit, expected
+from tests.support.s3_server import s3_server
+
+pytest.importorskip("moto", reason="needs moto's server")
+pytest.importorskip("s3fs", reason="needs s3fs")
+pytestmark = [
+    pytest.mark.multiproc,
+    # s3fs ends its sessions when the interpreter does.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def address():
+    with s3_server("bucket") as found:
+        yield found
+
+
+@pytest.fixture
+def options(address, monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    return {"endpoint_url": address}
+
+
+def wait_for(found, deadline_s=60.0):
+    end = time.monotonic() + deadline_s
+    while not (value := found()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return value
+
+
+def test_a_step_of_two_nodes_is_drained_proved_and_read_by_ranges(tmp_path, options):
+    url = "s3://bucket/two-nodes"
+    commit(tmp_path, 7, nodes=(0, 1), rows=1 << 18)  # 4 MiB each
+    assert not drain(tmp_path / "node1", 7, url, storage_options=options).committed
+    durable = Durable(url, options)
+    assert durable.steps() == []
+    with pytest.raises(FormatError, match=r"no metadata\.json"):
+        durable.open(7)
+    report = drain(tmp_path / "node0", 7, url, storage_options=options)
+    assert (report.committed, report.files_copied) == (True, 1)
+    assert drained_to(committed_path(tmp_path / "node0", 7)) == url
+    assert durable.steps() == [7]
+    assert durable.verify(7) > 2 * 4 << 20
+    assert durable.verify(7, data=False) < 1 << 20
+
+    fetched = []
+    cat = durable._fs.cat_file
+    durable._fs.cat_file = lambda path, **range_: fetched.append(data := cat(path, **range_)) or data
+    with durable.open(7) as folder:
+        rows = folder.read("w", (5, 1), (3, 2))
+        assert folder.common() == {"step": 7}
+    assert torch.equal(rows, expected(7, ranks=2, rows=1 << 18)[5:8, 1:3])
+    assert sum(map(len, fetched)) < 1 << 19  # of 8 MiB
+    durable._fs.cat_file = cat
+
+    name = "__1_0.distcp"
+    data = bytearray(durable.get(7, name))
+    data[len(data) // 2] ^= 1
+    durable.put(7, name, bytes(data))
+    with pytest.raises(DigestError, match=r"s3://bucket/two-nodes/iter_0000007/__1_0\.distcp differs from what"):
+        durable.verify(7)
+    durable.put(7, name, bytes(data[:-1]))
+    with pytest.raises(FormatError, match=r"__1_0\.distcp has \d+ bytes, \d+ were sealed"):
+        durable.verify(7, data=False)
+    durable.remove(7, name)
+    with pytest.raises(FormatError, match=r"__1_0\.distcp is missing"):
+        durable.verify(7)
+
+
+def test_a_killed_drain_leaves_no_checkpoint_and_the_next_one_goes_on(tmp_path, options):
+    url = "s3://bucket/killed"
+    rows = 3 << 18  # 12 MiB: more than one part of a multipart upload
+    commit(tmp_path, 7, rows=rows)
+    commit(tmp_path, 9, rows=8)
+    process = DrainProcess(tmp_path, 7, url, bytes_per_s=4e6, storage_options=options)
+    time.sleep(0.5)
+    assert process.poll() is None
+    wait_for(lambda: Durable(url, options)._fs.list_multipart_uploads("bucket"))
+    process.stop()
+    durable = Durable(url, options)
+    assert durable.steps() == []
+    assert drained_to(committed_path(tmp_path, 7)) is None
+    # Another life of the run finds on the disk what is not durable.
+    queue = DrainQueue(tmp_path, url, None, options)
+    assert queue.pending == [7, 9]
+    done = []
+    wait_for(lambda: done.extend(queue.poll()) or len(done) == 2)
+    assert done == durable.steps() == [7, 9]
+    assert durable.verify(7) > 12 << 20
+    assert DrainQueue(tmp_path, url, None, options).pending == []
+    assert DrainQueue(tmp_path, "s3://bucket/elsewhere", None, options).pending == [7, 9]
+    again = drain(tmp_path, 7, url, storage_options=options)
+    assert (again.files_copied, again.files_there) == (0, 1)
+
+
+def test_an_earlier_attempt_at_a_step_is_taken_back_before_its_files_are_replaced(tmp_path, options):
+    url = "s3://bucket/again"
+    commit(tmp_path / "first", 7)
+    drain(tmp_path / "first", 7, url, storage_options=options)
+    (folder,) = commit(tmp_path / "second", 7, rows=16)
+    record = (folder / "commit.json").read_bytes()
+    durable = Durable(url, options)
+    # The same step of another run, whose drain is interrupted by damage.
+    from checkpoint.format.files import put_file
+    from checkpoint.seals import CommitRecord, parse_commit
+
+    other = parse_commit(record, "")
+    other = CommitRecord(attempt="b.7", step=7, node=0, seals=other.seals, metadata=other.metadata)
+    put_file(folder / "commit.json", other.dump())
+    data = (folder / "__0_0.distcp").read_bytes()
+    (folder / "__0_0.distcp").write_bytes(data[:-1] + b"x")
+    with pytest.raises(DigestError, match="not made durable"):
+        drain(tmp_path / "second", 7, url, storage_options=options)
+    assert durable.steps() == []
+    (folder / "__0_0.distcp").write_bytes(data)
+    assert drain(tmp_path / "second", 7, url, storage_options=options).committed
+    assert durable.verify(7) > 0
+    assert durable.record(7).attempt == "b.7"
+
+
+def test_what_the_storage_refuses_is_one_kind_of_error(tmp_path, options):
+    commit(tmp_path, 7)
+    with pytest.raises(StorageError, match=r"s3://no-such-bucket/run/iter_0000007"):
+        drain(tmp_path, 7, "s3://no-such-bucket/run", storage_options={**options, "anon": True})
+    dead = {
+        "endpoint_url": "http://127.0.0.1:9",
+        "config_kwargs": {"connect_timeout": 1, "retries": {"max_attempts": 0}},
+    }
+    with pytest.raises(StorageError, match=r"s3://bucket/run: .*127\.0\.0\.1:9"):
+        Durable("s3://bucket/run", dead).steps()
+    queue = DrainQueue(tmp_path, "s3://bucket/run", None, dead)
+    queue.poll()
+    wait_for(lambda: queue.poll() or not queue.reading)
+    assert queue.pending == [7]  # tried again later
+    assert queue._not_before > time.monotonic() + AGAIN_S / 2
+    assert committed_steps(tmp_path) == [7]
