@@ -4,6 +4,7 @@
     ├── ConfigMismatch (ValueError)          a Hugging Face config lacks or contradicts a value that the rules need
     ├── UnsupportedFamilyError (ValueError)  no rule set for this architecture
     ├── MappingError (ValueError)            unmapped, missing or duplicate names; shapes or dtypes that do not fit
+    ├── TopologyError (ValueError)           sizes of parallel groups that fit neither world nor model
     ├── LiveModelError (RuntimeError)        a live model whose parameters cannot be exported as they are
     └── FolderError (OSError)                a folder that cannot be read or written as a checkpoint
 
@@ -18,6 +19,7 @@ __all__ = [
     "FolderError",
     "LiveModelError",
     "MappingError",
+    "TopologyError",
     "UnsupportedFamilyError",
 ]
 
@@ -36,6 +38,10 @@ class UnsupportedFamilyError(ConverterError, ValueError):
 
 class MappingError(ConverterError, ValueError):
     """Tensors and rules do not fit: names unmapped, missing or given twice, a wrong shape or dtype."""
+
+
+class TopologyError(ConverterError, ValueError):
+    """Sizes of parallel groups that fit neither the world nor the model."""
 
 
 class LiveModelError(ConverterError, RuntimeError):

@@ -4,15 +4,21 @@ Every rank makes one `LiveExporter` and the same calls. `tensors()` plans (from 
 one exchange over the pipeline), `export()` gathers shards in buckets, hands full Megatron tensors to the rules and
 yields what these make of them. Which stage exports a tensor that several hold (the embedding that tied heads and MTP
 layers keep on the last stage too) is decided once: the first stage does.
+
+Experts are gathered over a group of their own, from all its ranks at once: the n-th expert of each share in one
+message, so the experts of a layer come share by share (0, 4, 1, 5, ... of eight over two shares).
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
+import functools
+import itertools
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +26,7 @@ import torch.distributed as dist
 from converters.errors import ConverterError, LiveModelError, MappingError
 from converters.live.gather import BucketGather, GatherBucket, Piece, Scratch, assemble, plan_buckets
 from converters.live.groups import ParallelGroups
-from converters.live.model import LiveTensor, collect, sync_params
+from converters.live.model import LiveTensor, collect, expert_layer, is_expert, shifted, sync_params
 from converters.rules import RuleSet, TensorMapping, account
 
 __all__ = ["GATHER_BYTES", "ExportedTensor", "LiveExporter"]
@@ -50,12 +56,38 @@ class ExportedTensor:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Unit:
-    """One mapping: Megatron pieces in, Hugging Face tensors out."""
+class _Held:
+    """Where a full Megatron tensor of this stage comes from: the rows of `piece` from `first` on, or this rank alone.
+
+    `local` is the name under which this rank holds its part of the message; of experts each share has its own.
+    """
+
+    piece: Piece
+    local: str
+    message: Piece
+    first: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Job:
+    """One mapping: Megatron tensors in, Hugging Face tensors out."""
 
     mapping: TensorMapping
-    pieces: tuple[Piece, ...]
+    held: tuple[_Held, ...]
     exported: tuple[ExportedTensor, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Unit:
+    """Mappings whose parts travel in the same messages."""
+
+    jobs: tuple[_Job, ...]
+    messages: tuple[Piece, ...]
+    expert: bool
+
+    @property
+    def role(self) -> str:
+        return self.jobs[0].mapping.role
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,20 +116,25 @@ class LiveExporter:
         if not chunks:
             raise LiveModelError("no model chunks given: pass the list that the trainer got from its model builder")
         self.groups = ParallelGroups.from_megatron() if groups is None else groups
+        if not any(is_expert(name) for mapping in rules.mappings() for name in mapping.mcore):
+            self.groups = self.groups.without_experts()
         self._chunks = list(chunks)
         self._rules = rules
         self._roles = roles
         self._gather_bytes = gather_bytes
         self._device = next(p.device for chunk in chunks for p in chunk.parameters())
         self._plan: _Plan | None = None
-        self._buckets: dict[frozenset[str] | None, list[GatherBucket]] = {}
-        self._gather = BucketGather(self.groups.tp, self._device)
+        self._buckets: dict[frozenset[str] | None, list[_Bucket]] = {}
+        self._gathers = {
+            False: BucketGather(self.groups.tp, self._device),
+            True: BucketGather(self.groups.expert, self._device),
+        }
         self._scratch = Scratch(self._device)
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes that this rank keeps for exports."""
-        return self._gather.buffer_bytes + self._scratch.nbytes
+        return sum(gather.buffer_bytes for gather in self._gathers.values()) + self._scratch.nbytes
 
     def tensors(self) -> tuple[ExportedTensor, ...]:
         """What `export` yields on the sender of this stage. Collective on the first call, cached afterwards.
@@ -106,7 +143,7 @@ class LiveExporter:
             LiveModelError: the parameters cannot be exported as they are.
             MappingError: rules and model do not fit: tensors unmapped, missing, or of a wrong shape.
         """
-        return tuple(t for unit in self._planned().units for t in unit.exported)
+        return tuple(t for unit in self._planned().units for job in unit.jobs for t in job.exported)
 
     def export(
         self, *, roles: frozenset[str] | None = None, span: Span = _no_span
@@ -124,22 +161,24 @@ class LiveExporter:
         plan = self._planned()
         with span("gather", 0):
             live = {name: t.tensor for name, t in self._read(plan).items()}
-        if self.groups.replica:
+        if not self.groups.takes_part:
             return
-        units = [u for u in plan.units if roles is None or u.mapping.role in roles]
+        units = [u for u in plan.units if roles is None or u.role in roles]
         if roles not in self._buckets:
-            self._buckets[roles] = plan_buckets([u.pieces for u in units], self._gather_bytes)
-        flight = _Flight(self._gather, self._buckets[roles], live)
+            self._buckets[roles] = _plan_buckets(units, self._gather_bytes)
+        members = {False: self.groups.replica == 0, True: self.groups.expert_replica == 0}
+        flight = _Flight({e: g for e, g in self._gathers.items() if members[e]}, self._buckets[roles], live)
         try:
             for bucket in self._buckets[roles]:
-                with span("gather", bucket.nbytes * (self.groups.tp_size - 1)):
+                others = (self.groups.expert_size if bucket.expert else self.groups.tp_size) - 1
+                with span("gather", bucket.gather.nbytes * others):
                     rows = flight.next()
                 if not self.groups.is_sender:
                     continue
-                for unit in (units[i] for i in bucket.units):
-                    with span("convert", sum(p.full_nbytes for p in unit.pieces)):
-                        tensors = self._convert(unit, bucket, rows, live)
-                    yield from zip(unit.exported, tensors, strict=True)
+                for job in (job for i in bucket.gather.units for job in units[i].jobs):
+                    with span("convert", sum(h.piece.full_nbytes for h in job.held)):
+                        tensors = self._convert(job, bucket.gather, rows, live)
+                    yield from zip(job.exported, tensors, strict=True)
         finally:
             flight.drain()
 
@@ -164,40 +203,79 @@ class LiveExporter:
         return live
 
     def _agree(self, problem: ConverterError | None) -> None:
-        """Raises on every rank of the group if one has a problem: the others would wait for its shards."""
-        if self.groups.tp_size > 1:
-            ok = torch.tensor([0 if problem else 1], dtype=torch.int64, device=self._device)
-            dist.all_reduce(ok, dist.ReduceOp.MIN, group=self.groups.tp)
-            if problem is None and not ok.item():
-                raise LiveModelError("another rank of this tensor-parallel group cannot export: its error says why")
+        """Raises on every rank whose shards meet those of one that has a problem: it would wait for them."""
+        ok = torch.tensor([0 if problem else 1], dtype=torch.int64, device=self._device)
+        # The smaller of the two kinds of group lies within the larger: the news crosses both.
+        for group, size in sorted(
+            ((self.groups.tp, self.groups.tp_size), (self.groups.expert, self.groups.expert_size)), key=lambda g: g[1]
+        ):
+            if size > 1:
+                dist.all_reduce(ok, dist.ReduceOp.MIN, group=group)
+        if problem is None and not ok.item():
+            raise LiveModelError("another rank of this stage cannot export: its error says why")
         if problem is not None:
             raise problem
 
     def _make_plan(self, live: Mapping[str, LiveTensor]) -> _Plan:
-        owner = self._owners(live)
-        units: list[_Unit] = []
+        held = self._held(live)
+        owner = self._owners(held)
+        jobs: list[_Job] = []
         for mapping in self._rules.mappings():
             stages = {owner[name] for name in mapping.mcore if name in owner}
             if not self._wants(mapping) or self.groups.stage not in stages:
                 continue
             if len(stages) > 1:
                 raise MappingError(f"{' + '.join(mapping.mcore)} are spread over pipeline stages {sorted(stages)}")
-            pieces = tuple(self._piece(live[name], mapping.blocks(name)) for name in mapping.mcore)
+            parts = tuple(held[name](mapping.blocks(name)) for name in mapping.mcore)
             exported = tuple(
                 ExportedTensor(name=m.name, shape=m.shape, dtype=m.dtype, role=mapping.role, group=mapping.group)
-                for m in mapping.hf_meta({p.name: (p.full_shape, p.dtype) for p in pieces})
+                for m in mapping.hf_meta({h.piece.name: (h.piece.full_shape, h.piece.dtype) for h in parts})
             )
-            units.append(_Unit(mapping=mapping, pieces=pieces, exported=exported))
-        return _Plan(live=tuple(t.meta for t in live.values()), units=tuple(units))
+            jobs.append(_Job(mapping=mapping, held=parts, exported=exported))
+        return _Plan(live=tuple(t.meta for t in live.values()), units=tuple(self._units(jobs)))
 
-    def _piece(self, live: LiveTensor, blocks: tuple[int, ...]) -> Piece:
-        name, shape, dtype, dim = live.meta
-        return Piece(name=name, shape=shape, dtype=dtype, dim=dim, parts=self.groups.tp_size, blocks=blocks)
+    def _units(self, jobs: Sequence[_Job]) -> Iterator[_Unit]:
+        """Jobs one by one, but experts that travel together as one, where the first of them stands."""
+        for expert, run in itertools.groupby(jobs, lambda job: self._of_experts(job.held[0].local)):
+            together: dict[tuple[str, ...], list[_Job]] = {}
+            for job in run:
+                # Names of experts repeat from share to share, all others are their own.
+                together.setdefault(tuple(dict.fromkeys(h.local for h in job.held)), []).append(job)
+            for group in together.values():
+                messages = {h.local: h.message for job in group for h in job.held}
+                yield _Unit(jobs=tuple(group), messages=tuple(messages.values()), expert=expert)
+
+    def _of_experts(self, name: str) -> bool:
+        return self.groups.expert_size > 1 and is_expert(name)
+
+    def _held(self, live: Mapping[str, LiveTensor]) -> dict[str, Callable[[tuple[int, ...]], _Held]]:
+        """How each Megatron tensor of this stage is put together, once its rule has told what is sharded by itself."""
+        out: dict[str, Callable[[tuple[int, ...]], _Held]] = {}
+        local_experts = collections.Counter(expert_layer(name) for name, t in live.items() if t.expert)
+        for name, tensor in live.items():
+            if not tensor.expert:
+                out[name] = functools.partial(self._of_one, tensor, name, name, 0, self.groups.tp_size)
+                continue
+            for share in range(self.groups.ep_size):
+                number = shifted(name, share * local_experts[expert_layer(name)])
+                out[number] = functools.partial(self._of_one, tensor, number, name, share, self.groups.etp_size)
+        return out
+
+    def _of_one(
+        self, live: LiveTensor, name: str, local: str, share: int, ranks: int, blocks: tuple[int, ...]
+    ) -> _Held:
+        _, shape, dtype, dim = live.meta
+        parts = ranks if dim is not None else 1
+        piece = Piece(name=name, shape=shape, dtype=dtype, dim=dim, parts=parts, blocks=blocks)
+        if not self._of_experts(local):
+            return _Held(piece=piece, local=local, message=piece)
+        stacked = Piece(name=local, shape=(1, *shape), dtype=dtype, dim=0, parts=self.groups.expert_size)
+        return _Held(piece=piece, local=local, message=stacked, first=share * self.groups.etp_size)
 
     def _wants(self, mapping: TensorMapping) -> bool:
         return self._roles is None or mapping.role in self._roles
 
-    def _owners(self, live: Mapping[str, LiveTensor]) -> dict[str, int]:
+    def _owners(self, live: Collection[str]) -> dict[str, int]:
         """The stage that exports each Megatron tensor of the whole model."""
         names: list[list[str]] = [list(live)]
         if self.groups.num_stages > 1:
@@ -215,50 +293,73 @@ class LiveExporter:
         return owner
 
     def _convert(
-        self, unit: _Unit, bucket: GatherBucket, rows: torch.Tensor, live: Mapping[str, torch.Tensor]
+        self, job: _Job, bucket: GatherBucket, rows: torch.Tensor, live: Mapping[str, torch.Tensor]
     ) -> list[torch.Tensor]:
         self._scratch.reset()
-        full = {
-            piece.name: assemble(piece, rows, bucket.offsets[piece.name], self._scratch)
-            if piece.is_sharded
-            else live[piece.name]
-            for piece in unit.pieces
-        }
-        tensors = unit.mapping.to_hf(full)
-        return [tensors[t.name] for t in unit.exported]
+        full: dict[str, torch.Tensor] = {}
+        for held in job.held:
+            piece = held.piece
+            if not held.message.is_sharded:
+                full[piece.name] = live[held.local]
+            else:
+                mine = rows[held.first : held.first + piece.parts]
+                full[piece.name] = assemble(piece, mine, bucket.offsets[held.local], self._scratch)
+        tensors = job.mapping.to_hf(full)
+        return [tensors[t.name] for t in job.exported]
+
+
+class _Bucket(NamedTuple):
+    """A bucket, and whether the experts' group gathers it."""
+
+    expert: bool
+    gather: GatherBucket
+
+
+def _plan_buckets(units: Sequence[_Unit], gather_bytes: int) -> list[_Bucket]:
+    out: list[_Bucket] = []
+    for expert, run in itertools.groupby(range(len(units)), lambda i: units[i].expert):
+        numbers = list(run)
+        for bucket in plan_buckets([units[i].messages for i in numbers], gather_bytes):
+            renumbered = tuple(numbers[i] for i in bucket.units)
+            out.append(_Bucket(expert, dataclasses.replace(bucket, units=renumbered)))
+    return out
 
 
 class _Flight:
-    """The gathers of one export: one bucket ahead, and all of them in the end."""
+    """The gathers of one export: one bucket ahead, and all of them in the end. Buckets of other groups pass by."""
 
-    def __init__(self, gather: BucketGather, buckets: Sequence[GatherBucket], live: Mapping[str, torch.Tensor]) -> None:
-        self._gather = gather
+    def __init__(
+        self, gathers: Mapping[bool, BucketGather], buckets: Sequence[_Bucket], live: Mapping[str, torch.Tensor]
+    ) -> None:
+        self._gathers = gathers
         self._live = live
         self._left = iter(buckets)
-        gather.begin()
-        self._in_flight = False
+        for gather in gathers.values():
+            gather.begin()
+        self._in_flight: _Bucket | None = None
         self._broken = False
 
     def next(self) -> torch.Tensor:
         """The bytes of the next bucket (see `BucketGather.finish`); starts the one after it."""
         self._broken = True
-        if not self._in_flight:
+        if self._in_flight is None:
             self._start()
-        rows = self._gather.finish()
+        assert self._in_flight is not None
+        gather = self._gathers.get(self._in_flight.expert)
+        rows = torch.empty(0) if gather is None else gather.finish()
         self._start()
         self._broken = False
         return rows
 
     def drain(self) -> None:
         """Finish what is left, unless a gather failed: then there is nobody to finish it with."""
-        while self._in_flight and not self._broken:
+        while self._in_flight is not None and not self._broken:
             self.next()
 
     def _start(self) -> None:
-        bucket = next(self._left, None)
-        self._in_flight = bucket is not None
-        if bucket is not None:
-            self._gather.start(bucket, self._live)
+        self._in_flight = next(self._left, None)
+        if self._in_flight is not None and (gather := self._gathers.get(self._in_flight.expert)) is not None:
+            gather.start(self._in_flight.gather, self._live)
 
 
 def _difference(planned: Sequence[tuple[Any, ...]], now: Sequence[tuple[Any, ...]]) -> str:

@@ -206,6 +206,8 @@ def assemble(piece: Piece, rows: torch.Tensor, offset: int, scratch: Scratch) ->
     """The full tensor of `piece` from `rows` [parts, bytes]: a view of them where they lie right, else in `scratch`."""
     shards: torch.Tensor = rows[:, offset : offset + piece.nbytes].view(piece.dtype).unflatten(1, piece.shape)
     dim, parts = piece.dim, piece.parts
+    if parts == 1:
+        return shards[0]
     assert dim is not None
     blocks = piece.blocks if dim == 0 and piece.blocks else (piece.full_shape[dim],)
     if dim == 0 and len(blocks) == 1 and shards.is_contiguous():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
@@ -30,6 +31,25 @@ class Encoding(abc.ABC):
     def decode(self, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """The weight, from the tensors of `stored(name)` in that order."""
 
+    def decode_part(self, part: torch.Tensor, others: tuple[torch.Tensor, ...], row: int, column: int) -> torch.Tensor:
+        """What `decode` gives for a rectangle of the first stored tensor that starts at (`row`, `column`).
+
+        `others` are the further stored tensors, whole. Only where `in_parts`.
+        """
+        raise NotImplementedError
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether rectangles of a matrix can be decoded by themselves."""
+        return False
+
+    def rows_together(self, shape: Sequence[int]) -> int:
+        """How many rows (dimension 0) of a weight of `shape` can be decoded without the others.
+
+        Their part of each stored tensor is its share of that tensor's rows.
+        """
+        return 1 if len(shape) > 2 else shape[0]
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockScales(Encoding):
@@ -45,6 +65,9 @@ class BlockScales(Encoding):
     def stored(self, name: str) -> tuple[str, ...]:
         return (name, name + self.suffix)
 
+    def rows_together(self, shape: Sequence[int]) -> int:
+        return self.block[0] if len(shape) == 2 else 1
+
     def decode(self, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
         weight, scale = tensors
         rows, columns = weight.shape[-2:]
@@ -57,6 +80,18 @@ class BlockScales(Encoding):
         spread = scale.float().repeat_interleave(self.block[0], -2)[..., :rows, :]
         spread = spread.repeat_interleave(self.block[1], -1)[..., :columns]
         return (weight.float() * spread).to(self.dtype)
+
+    @property
+    def in_parts(self) -> bool:
+        return True
+
+    def decode_part(self, part: torch.Tensor, others: tuple[torch.Tensor, ...], row: int, column: int) -> torch.Tensor:
+        (scale,) = others
+        rows, columns = (
+            torch.arange(start, start + length) // block
+            for start, length, block in zip((row, column), part.shape, self.block, strict=True)
+        )
+        return (part.float() * scale.float()[rows][:, columns]).to(self.dtype)
 
 
 def fp8_blocks(config: ModelConfig) -> Encoding | None:

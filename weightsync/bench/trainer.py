@@ -18,7 +18,7 @@ import torch.distributed as dist
 from weightsync.bench import weights
 from weightsync.bench.children import serve
 from weightsync.bench.config import BenchConfig
-from weightsync.engine.control import HttpControl
+from weightsync.bench.servers import control_of
 from weightsync.publisher import PublishConfig, Publisher
 from weightsync.sources.base import Source
 from weightsync.sources.state_dict import StateDictSource
@@ -70,21 +70,23 @@ class TrainerRank:
         else:
             drafter = {weights.DRAFT: by_role.pop(weights.DRAFT)} if self.config.draft == "eagle3" else None
             # MTP layers are part of their model's state dict; which tensors these are, the source's rules know.
-            self.tensors = {name: t for tensors in by_role.values() for name, t in tensors.items()}
+            device = self.config.trainer_device
+            self.tensors = {name: t.to(device) for tensors in by_role.values() for name, t in tensors.items()}
+            drafter = drafter and {r: {n: t.to(device) for n, t in ts.items()} for r, ts in drafter.items()}
             self.source = StateDictSource(self.tensors, drafts=drafter)
         assert self.source is not None
         specs = [s.to_json() for s in self.source.specs()]
         return {"stage": self.source.stage, "specs": specs if self.source.is_sender else []}
 
     def _load_megatron(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        from converters.live import load_tensors
         from weightsync.bench.megatron import build_model
-        from weightsync.bench.megatron.fill import fill_from_hf
         from weightsync.sources.megatron import MegatronSource
 
         hf_config = weights.model_configs(self.config)[0].to_hf()
         layout = self.config.trainer
         chunks = build_model(hf_config, tp=layout.tp, pp=layout.pp, dtype=next(iter(tensors.values())).dtype)
-        self.tensors = fill_from_hf(chunks, hf_config, tensors)
+        self.tensors = load_tensors(chunks, hf_config, tensors)
         self.source = MegatronSource(chunks, hf_config)
 
     def do_connect(self, engines: Sequence[Mapping[str, str]]) -> dict[str, Any]:
@@ -92,7 +94,7 @@ class TrainerRank:
         assert self.source is not None
         self.publisher = Publisher(
             self.source,
-            [HttpControl(e["url"], api_key=e["api_key"], name=e["name"]) for e in engines],
+            [control_of(self.config.engine, e["url"], e["api_key"], e["name"]) for e in engines],
             PublishConfig(
                 transport=self.config.transport,
                 bucket_bytes=self.config.bucket_bytes,

@@ -1,4 +1,4 @@
-"""Lets stock Megatron-Core 0.16.1 run where there is no CUDA: bench, demo and tests only.
+"""Lets stock Megatron-Core 0.16.1 run where there is no CUDA: verification, bench, demo and tests only.
 
 Megatron-Core computes nothing on the CPU that it would not compute on a GPU, but it asks for the device by name:
 `torch.cuda.current_device()`, `device="cuda"`, `.cuda()`, `tensor.type() == "torch.cuda.FloatTensor"`, streams and
@@ -24,6 +24,9 @@ class _Stream:
     def wait_stream(self, stream: object) -> None: ...
 
     def synchronize(self) -> None: ...
+
+    def record_event(self, event: object = None) -> _Stream:
+        return self
 
     def __enter__(self) -> _Stream:
         return self
@@ -64,6 +67,51 @@ def _cuda_attributes() -> dict[str, Any]:
     }
 
 
+def _without_cuda_kernels() -> list[tuple[Any, str, Any]]:
+    """What mixtures of experts, delta nets and latent attention take from CUDA libraries: (module, name, stand-in)."""
+    from megatron.core.ssm import gated_delta_net
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.moe import experts, moe_utils, token_dispatcher
+
+    from converters.semantic import layers
+
+    out: list[tuple[Any, str, Any]] = [
+        # A tensor of the "GPU" is one of the CPU already, but the dispatcher asks for an array.
+        (token_dispatcher, "maybe_move_tensor_to_cpu", _as_host),
+        (multi_latent_attention, "TELinear", layers.DuplicatedLinear),
+        (experts.gg, "assert_grouped_gemm_is_available", lambda: None),
+    ]
+    if not hasattr(moe_utils, "te_general_gemm"):
+        # 0.16.1 looks at the name without having defined it where Transformer Engine is missing.
+        out.append((moe_utils, "te_general_gemm", None))
+    if not gated_delta_net.HAVE_FLA:
+        # In deterministic mode it runs its own torch kernel; of the library only a norm is used.
+        out += [(gated_delta_net, "HAVE_FLA", True), (gated_delta_net, "l2norm", layers.l2norm)]
+    return out
+
+
+def _as_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+_ABSENT = object()
+
+
+@contextlib.contextmanager
+def _replaced(values: list[tuple[Any, str, Any]]) -> Iterator[None]:
+    saved = [(owner, name, getattr(owner, name, _ABSENT)) for owner, name, _ in values]
+    for owner, name, value in values:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in reversed(saved):
+            if value is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
 _depth = 0
 
 
@@ -78,16 +126,16 @@ def cpu_runtime() -> Iterator[None]:
         finally:
             _depth -= 1
         return
-    attributes = _cuda_attributes()
-    saved = {name: getattr(torch.cuda, name) for name in attributes}
-    for name, value in attributes.items():
-        setattr(torch.cuda, name, value)
     _depth += 1
     try:
-        # Eager: Megatron-Core compiles small helpers, which on a CPU costs minutes of C++ for a model of a few kB.
-        with _CudaMeansCpu(), torch.compiler.set_stance("force_eager"):
+        with (
+            _replaced([(torch.cuda, name, value) for name, value in _cuda_attributes().items()]),
+            _CudaMeansCpu(),
+            # After the others: importing Megatron-Core's modules asks for the device too.
+            _replaced(_without_cuda_kernels()),
+            # Eager: Megatron-Core compiles small helpers, which on a CPU costs minutes of C++ for a model of a few kB.
+            torch.compiler.set_stance("force_eager"),
+        ):
             yield
     finally:
         _depth -= 1
-        for name, value in saved.items():
-            setattr(torch.cuda, name, value)
