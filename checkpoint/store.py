@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
@@ -25,6 +25,7 @@ from checkpoint.errors import ConfigError, StoreLost
 __all__ = ["HostedStore", "Store"]
 
 REPLY_TIMEOUT_S = 10.0
+_Requests: TypeAlias = "queue.SimpleQueue[tuple[Callable[[dist.TCPStore], Any], queue.SimpleQueue[Any]] | None]"
 _WILDCARDS = ("", "0.0.0.0", "::")  # noqa: S104 - recognised in order to refuse them
 
 
@@ -74,14 +75,28 @@ class Store:
         if not host or not port.isdigit():
             raise ConfigError(f"store address {address!r}: expected host:port")
         self.address, self._prefix, self._timeout = address, prefix, reply_timeout_s
+        self._host, self._port = host, int(port)
         self._lost: str | None = None
-        self._requests: queue.SimpleQueue[tuple[Callable[[dist.TCPStore], Any], queue.SimpleQueue[Any]] | None] = (
-            queue.SimpleQueue()
-        )
-        threading.Thread(target=self._serve, args=(host, int(port)), name="checkpoint-store", daemon=True).start()
+        self._requests: _Requests = queue.SimpleQueue()
+        self._connect()
+
+    def _connect(self) -> None:
+        args = (self._host, self._port, self._requests)
+        threading.Thread(target=self._serve, args=args, name="checkpoint-store", daemon=True).start()
         self._call("connecting", lambda _: None)
 
-    def _serve(self, host: str, port: int) -> None:
+    def revive(self) -> None:
+        """Connect again if the store was lost: its host may only have been stopped, or cut off, for a while.
+
+        Raises:
+            StoreLost: it still does not answer.
+        """
+        if self._lost is not None:
+            self._requests.put(None)  # for the old thread, should it ever come back
+            self._requests, self._lost = queue.SimpleQueue(), None
+            self._connect()
+
+    def _serve(self, host: str, port: int, requests: _Requests) -> None:
         client: dist.TCPStore | None = None
         failure: BaseException | None = None
         try:
@@ -91,7 +106,7 @@ class Store:
             client = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
         except (OSError, RuntimeError) as e:
             failure = e
-        while (request := self._requests.get()) is not None:
+        while (request := requests.get()) is not None:
             work, reply = request
             if failure is None:
                 assert client is not None
@@ -112,14 +127,14 @@ class Store:
         except queue.Empty:
             self._lost = (
                 f"the coordinator's store at {self.address} did not answer within {self._timeout:g} s while {doing}: "
-                "the trainer of rank 0 is stopped or unreachable"
+                "its host (the trainer of rank 0, unless another was given) is stopped or unreachable"
             )
             raise StoreLost(self._lost) from None
         if not ok:
             first_line = str(value).split("\n", 1)[0]
             self._lost = (
-                f"the coordinator's store at {self.address} is gone while {doing} ({first_line}): the trainer of "
-                "rank 0 exited or closed its Checkpointer"
+                f"the coordinator's store at {self.address} is gone while {doing} ({first_line}): its host (the "
+                "trainer of rank 0, unless another was given) exited or closed its Checkpointer"
             )
             raise StoreLost(self._lost) from value
         return value
