@@ -18,6 +18,7 @@ import dataclasses
 import json
 import math
 import os
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -47,11 +48,13 @@ class _LocalFetch:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._fds: dict[str, int] = {}
+        self._lock = threading.Lock()
 
     def __call__(self, file: str, pos: int, size: int | None) -> bytes:
-        fd = self._fds.get(file)
-        if fd is None:
-            fd = self._fds[file] = os.open(self._root / file, os.O_RDONLY | os.O_CLOEXEC)
+        with self._lock:
+            fd = self._fds.get(file)
+            if fd is None:
+                fd = self._fds[file] = os.open(self._root / file, os.O_RDONLY | os.O_CLOEXEC)
         left = os.fstat(fd).st_size - pos if size is None else size
         parts = []
         while left > 0:  # one pread returns at most 2 GiB
@@ -69,7 +72,7 @@ class _LocalFetch:
 
 
 class TorchDistReader:
-    """A checkpoint folder that Megatron-Core or `checkpoint` wrote. Not for several threads at once.
+    """A checkpoint folder that Megatron-Core or `checkpoint` wrote. Several threads may read, until one closes it.
 
     Raises:
         FormatError: no checkpoint, of another backend, or its metadata is damaged or missing.
@@ -150,10 +153,16 @@ class TorchDistReader:
             raise CoverageError(f"{key}: {filled} of {math.prod(shape)} elements of the box {shape} at {offset} stored")
         return out
 
-    def _part(self, key: str, entry: TensorEntry, chunk: Chunk, low: list[int], high: list[int]) -> torch.Tensor:
-        what = f"{self.path}/{chunk.file} at {chunk.pos} ({key})"
+    def locate(self, key: str, chunk: Chunk) -> int:
+        """Position of a shard's first byte in its file; its elements follow one another, row-major.
+
+        Raises:
+            FormatError: the file is missing, truncated, or holds something else than the metadata says.
+        """
         place = self._payloads.get((chunk.file, chunk.pos))
         if place is None:
+            entry = self.index.tensors[key]
+            what = f"{self.path}/{chunk.file} at {chunk.pos} ({key})"
             try:
                 place = locate_tensor(
                     lambda pos, size: self._fetch(chunk.file, chunk.pos + pos, min(size, chunk.nbytes - pos)),
@@ -167,10 +176,15 @@ class TorchDistReader:
                     f"{what} holds {place.dtype} {place.shape}, the metadata says {entry.dtype} {chunk.shape}"
                 )
             self._payloads[chunk.file, chunk.pos] = place
+        return chunk.pos + place.pos
+
+    def _part(self, key: str, entry: TensorEntry, chunk: Chunk, low: list[int], high: list[int]) -> torch.Tensor:
+        what = f"{self.path}/{chunk.file} at {chunk.pos} ({key})"
+        start = self.locate(key, chunk)
         # Rows of the first dimension lie one after the other; the other dimensions are cut in memory.
         row = math.prod(chunk.shape[1:]) * entry.dtype.itemsize
         rows = (low[0] - chunk.offset[0], high[0] - chunk.offset[0]) if chunk.shape else (0, 1)
-        data = self._fetch(chunk.file, chunk.pos + place.pos + rows[0] * row, (rows[1] - rows[0]) * row)
+        data = self._fetch(chunk.file, start + rows[0] * row, (rows[1] - rows[0]) * row)
         if len(data) != (rows[1] - rows[0]) * row:
             raise FormatError(f"{what} ends after {len(data)} of {(rows[1] - rows[0]) * row} bytes: truncated")
         tensor = torch.frombuffer(bytearray(data), dtype=entry.dtype)
