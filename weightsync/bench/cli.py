@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from weightsync.bench.config import DRAFTS, TRANSPORTS, BenchConfig, TrainerLayout
+from weightsync.bench.config import DRAFTS, ENGINES, TRANSPORTS, BenchConfig, TrainerLayout
 from weightsync.errors import ConfigError
 
 __all__ = ["add_arguments", "run"]
@@ -22,6 +22,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trainer", default="state-dict", metavar="LAYOUT",
         help="state-dict, or a live Megatron-Core model with these sizes: tp=2,pp=2 (default: state-dict)",
     )  # fmt: skip
+    parser.add_argument(
+        "--engine", default=default.engine, metavar="KIND", help=f"{', '.join(ENGINES)} (default: embedded)"
+    )
+    parser.add_argument(
+        "--engine-python", metavar="PATH", help="interpreter of a real engine's environment (default: this one)"
+    )
+    parser.add_argument(
+        "--engine-args", default="", metavar="ARGS", help="more options for a real engine's server, as in a shell"
+    )
     parser.add_argument("--engines", type=int, default=default.engines, metavar="N", help="engines (default: 1)")
     parser.add_argument("--engine-tp", type=int, default=1, metavar="N", help="ranks of each, 1 or 2 (default: 1)")
     parser.add_argument("--draft", default=default.draft, metavar="KIND", help=f"{', '.join(DRAFTS)} (default: mtp)")
@@ -95,6 +104,9 @@ def run(args: argparse.Namespace) -> int:
 def _config(args: argparse.Namespace) -> BenchConfig:
     return BenchConfig(
         trainer=TrainerLayout.parse(args.trainer),
+        engine=args.engine,
+        engine_python=args.engine_python,
+        engine_args=args.engine_args,
         engines=args.engines,
         engine_tp=args.engine_tp,
         draft=args.draft,

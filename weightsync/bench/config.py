@@ -13,7 +13,8 @@ from weightsync.errors import ConfigError
 __all__ = ["BenchConfig", "TrainerLayout"]
 
 DRAFTS = ("none", "mtp", "eagle3")
-TRANSPORTS = ("gloo", "shm", "nccl")
+ENGINES = ("embedded", "vllm", "sglang")
+TRANSPORTS = ("gloo", "shm", "nccl", "ipc")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +59,12 @@ class BenchConfig:
     """
 
     trainer: TrainerLayout = TrainerLayout(kind="state-dict")
+    engine: str = "embedded"
+    """`embedded`, or a real one, served from a folder made for it."""
+    engine_python: str | None = None
+    """Interpreter of the environment that a real engine is installed in; None: this one."""
+    engine_args: str = ""
+    """More options for a real engine's server, as in a shell."""
     engines: int = 1
     engine_tp: int = 1
     draft: str = "mtp"
@@ -79,6 +86,11 @@ class BenchConfig:
             if not ok:
                 raise ConfigError(text)
 
+        check(self.engine in ENGINES, f"--engine {self.engine!r}: expected one of {', '.join(ENGINES)}")
+        check(
+            self.engine != "embedded" or not (self.engine_python or self.engine_args),
+            "--engine-python and --engine-args are for real engines: add --engine vllm or --engine sglang",
+        )
         check(self.engines >= 1, f"--engines {self.engines}: expected at least 1")
         check(self.engine_tp in (1, 2), f"--engine-tp {self.engine_tp}: expected 1 or 2")
         check(self.draft in DRAFTS, f"--draft {self.draft!r}: expected one of {', '.join(DRAFTS)}")
@@ -95,10 +107,24 @@ class BenchConfig:
             not (self.trainer.kind == "megatron" and self.draft == "eagle3"),
             "--trainer with tp/pp trains the target with its MTP layers: --draft eagle3 needs --trainer state-dict",
         )
+        ipc = self.transport == "ipc"
+        check(not (ipc and self.trainer.kind == "megatron"), "--transport ipc: everything is on one GPU, one trainer")
+        check(not (ipc and self.compare), "--compare: other ways of --transport ipc are not measured")
 
     @property
     def engine_ranks(self) -> int:
         return self.engines * self.engine_tp
+
+    @property
+    def trainer_device(self) -> str:
+        """Of the (one) state-dict trainer's weights."""
+        return "cuda:0" if self.transport in ("nccl", "ipc") else "cpu"
+
+    def engine_device(self, engine: int) -> str:
+        """As `EngineConfig.device`: the trainer's GPU with ipc, the ones after the senders' with nccl."""
+        if self.transport == "ipc":
+            return ",".join(["cuda:0"] * self.engine_tp)
+        return f"cuda:{self.trainer.pp + engine * self.engine_tp}" if self.transport == "nccl" else "cpu"
 
     @property
     def bucket_bytes(self) -> int | None:
@@ -119,7 +145,8 @@ class BenchConfig:
     def title(self) -> str:
         """One line for tables and plots."""
         draft = "no draft" if self.draft == "none" else f"{self.draft} draft"
-        engines = f"{self.engines} engine{'s' if self.engines > 1 else ''} TP{self.engine_tp}"
+        kind = "" if self.engine == "embedded" else f"{self.engine} "
+        engines = f"{self.engines} {kind}engine{'s' if self.engines > 1 else ''} TP{self.engine_tp}"
         return f"{self.model_name}, {draft}: {self.trainer} trainer to {engines} over {self.transport}"
 
     def to_json(self) -> dict[str, Any]:

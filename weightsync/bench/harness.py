@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import importlib.util
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ from weightsync.bench.compare import LaneGroup
 from weightsync.bench.config import BenchConfig
 from weightsync.bench.procfs import holdings, reset_peak
 from weightsync.bench.results import Measured, build
+from weightsync.bench.servers import ServerConfig, ServerHandle, launch_server, write_folders
 from weightsync.embedded.engine import EngineConfig, EngineHandle, launch
 from weightsync.errors import ConfigError
 from weightsync.manifest import TensorSpec, dtype_name
@@ -32,6 +36,8 @@ __all__ = ["Session", "run_bench"]
 SEED = 1
 PROMPTS = ((1, 2, 3), (7, 5))
 NEW_TOKENS = 16
+SERVER_START_S = 300.0
+"""For a real engine to load, whatever the deadline of a publish."""
 _PHASES_OF_A_PUBLISH = 6
 """Each has the publish's deadline; the trainer gives up by itself before the bench does."""
 
@@ -54,7 +60,7 @@ class Session:
         self._target, self._drafter = weights.model_configs(config)
         self._stack = contextlib.ExitStack()
         self._trainers: list[Child] = []
-        self.engines: list[EngineHandle] = []
+        self.engines: list[EngineHandle | ServerHandle] = []
         self._baseline: dict[str, int] = {}
         self._shared: dict[str, int] = {}
         self._peaks: dict[str, int] = {}
@@ -104,6 +110,9 @@ class Session:
         """All at once: a process spends its first seconds on importing torch."""
         # One file for all of them: the table is all that a bench prints.
         log = self._stack.enter_context(tempfile.NamedTemporaryFile(prefix="weightsync-bench-"))  # noqa: SIM115
+        if self.config.engine != "embedded":
+            self._start_all(launch_server, self._server_configs(log.name))
+            return
         draft = None if self.config.draft == "none" else "mtp"
         configs = [
             EngineConfig(
@@ -112,13 +121,43 @@ class Session:
                 draft=self._drafter.to_hf() if self._drafter is not None else draft,
                 tp=self.config.engine_tp,
                 dtype=dtype_name(weights.dtype_of(self.config)),
-                device="cuda" if self.config.transport == "nccl" else "cpu",
+                device=self.config.engine_device(i),
                 command_deadline_s=self.config.deadline_s,
                 start_deadline_s=self.config.deadline_s,
                 log=log.name,
             )
             for i in range(self.config.engines)
         ]
+        self._start_all(launch, configs)
+
+    def _server_configs(self, log: str) -> list[ServerConfig]:
+        """Real engines start from a folder: made-up weights of another seed than the trainer's, or the user's own."""
+        config = self.config
+        path = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="weightsync-bench-")))
+        if config.folder is None:
+            tensors = weights.load(config, seed=SEED + 1)
+            folder, drafter = write_folders(config.engine, path, self._target, self._drafter, tensors)
+        else:
+            folder, drafter = config.folder.resolve(), None
+        return [
+            ServerConfig(
+                name=f"engine{i}",
+                kind=config.engine,
+                python=config.engine_python or sys.executable,
+                folder=folder,
+                draft=config.draft,
+                drafter=drafter,
+                tp=config.engine_tp,
+                device="cuda" if torch.cuda.is_available() else "cpu",
+                dtype=weights.dtype_of(config),
+                arguments=config.engine_args,
+                log=log,
+                start_deadline_s=max(config.deadline_s, SERVER_START_S),
+            )
+            for i in range(config.engines)
+        ]
+
+    def _start_all(self, launch: Callable[[Any], Any], configs: Sequence[Any]) -> None:
         with concurrent.futures.ThreadPoolExecutor(len(configs)) as pool:
             starting = [pool.submit(launch, config) for config in configs]
         for future in starting:
@@ -134,7 +173,11 @@ class Session:
     def processes(self) -> dict[str, int]:
         """Name -> pid of every trainer rank and engine rank."""
         trainers = {child.name: child.pid for child in self._trainers}
-        return trainers | {f"{e.name} rank {r}": pid for e in self.engines for r, pid in enumerate(e.pids)}
+        return trainers | {
+            f"{e.name} {'rank' if isinstance(e, EngineHandle) else 'process'} {r}": pid
+            for e in self.engines
+            for r, pid in enumerate(e.pids)
+        }
 
     # -- memory, from outside --------------------------------------------------------------------------------------
 
@@ -188,7 +231,16 @@ class Session:
 def check(config: BenchConfig) -> None:
     """Raises `ConfigError` for what no process needs to be started to find out."""
     weights.model_configs(config)
+    if config.engine != "embedded" and config.draft == "eagle3" and config.folder is not None:
+        raise ConfigError(f"--engine {config.engine} --draft eagle3: the drafter is made up: use a built-in --model")
+    if config.engine != "embedded" and config.engine_python is None and not importlib.util.find_spec(config.engine):
+        raise ConfigError(
+            f"--engine {config.engine}: it is not installed here: pass --engine-python with the interpreter of its "
+            "environment, in which weightsync is installed, too"
+        )
     needed = config.trainer.pp + config.engine_ranks
+    if config.transport == "ipc" and not torch.cuda.is_available():
+        raise ConfigError("--transport ipc: trainer and engines share a CUDA device, and none is found: use shm")
     if config.transport == "nccl" and torch.cuda.device_count() < needed:
         raise ConfigError(
             f"--transport nccl: {config.engine_ranks} engine ranks and {config.trainer.pp} senders need {needed} CUDA "
@@ -242,6 +294,7 @@ def run_bench(config: BenchConfig, *, progress: Progress) -> tuple[dict[str, Any
         after = session.acceptance()
         limit, ways = lanes.results() if lanes is not None else (None, [])
         peaks = session.peak_extra_bytes
+        real = [e.version for e in session.engines if isinstance(e, ServerHandle)]
     progress("")
     measured = Measured(
         seconds=seconds,
@@ -250,6 +303,7 @@ def run_bench(config: BenchConfig, *, progress: Progress) -> tuple[dict[str, Any
         peak_extra_bytes=peaks,
         acceptance_before=before,
         acceptance_after=after,
+        engine_versions={config.engine: real[0]} if real else {},
         limit=limit,
         ways=ways,
     )

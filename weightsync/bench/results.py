@@ -39,6 +39,8 @@ class Measured:
     """
     acceptance_before: float | None
     acceptance_after: float | None
+    engine_versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Of real engines, by kind."""
     limit: Limit | None = None
     ways: Sequence[Way] = ()
 
@@ -53,7 +55,8 @@ def build(config: BenchConfig, measured: Measured) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "title": config.title,
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-        "config": {**config.to_json(), "model": config.model_name},
+        # Results are published: no paths of this machine.
+        "config": {k: v for k, v in config.to_json().items() if k != "engine_python"} | {"model": config.model_name},
         "summary": {
             "publish_s": publish.to_json(),
             "limit_s": limit.to_json() if limit else None,
@@ -80,7 +83,7 @@ def build(config: BenchConfig, measured: Measured) -> dict[str, Any]:
             }
             for way in measured.ways
         ],
-        "versions": describe_versions(),
+        "versions": describe_versions() | dict(measured.engine_versions),
         "machine": describe_machine(),
     }
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from weightsync.bench.config import BenchConfig
+from weightsync.bench.servers import servable
 from weightsync.embedded.config import ModelConfig, eagle3_config, resolve_config
 from weightsync.embedded.known import known_argmax
 from weightsync.embedded.loading import read_folder
@@ -41,6 +42,8 @@ def model_configs(config: BenchConfig) -> tuple[ModelConfig, ModelConfig | None]
     if config.trainer.kind == "megatron" and config.draft == "mtp" and target.family not in _MTP_FAMILIES:
         # Same sizes, MiMo's layers (Qwen2's with MTP): no trainer's rules know Qwen3 with MTP layers.
         target = dataclasses.replace(target, family=_MTP_FAMILIES[0])
+    if config.engine != "embedded" and config.folder is None:
+        target = servable(config.engine, config.draft, target)
     stages = config.trainer.pp
     if target.num_layers % stages:
         if config.folder is not None:
@@ -66,7 +69,8 @@ def load(config: BenchConfig, *, seed: int) -> dict[str, dict[str, torch.Tensor]
     target, eagle3 = model_configs(config)
     kind = None if config.draft == "none" else config.draft
     if config.folder is None:
-        return known_argmax(target, seed=seed, draft=kind, draft_config=eagle3)  # type: ignore[arg-type]
+        dtype = dtype_of(config)
+        return known_argmax(target, seed=seed, draft=kind, draft_config=eagle3, dtype=dtype)  # type: ignore[arg-type]
     out: dict[str, dict[str, torch.Tensor]] = {TARGET: {}}
     for name, tensor in read_folder(config.folder):
         role = DRAFT if ".mtp_layers." in name else TARGET
@@ -81,9 +85,9 @@ def load(config: BenchConfig, *, seed: int) -> dict[str, dict[str, torch.Tensor]
 
 
 def dtype_of(config: BenchConfig) -> torch.dtype:
-    """Of made-up weights bfloat16, of a folder that of its first floating-point tensor."""
+    """Of made-up weights bfloat16 (SGLang on a CPU: float32), of a folder that of its first floating-point tensor."""
     if config.folder is None:
-        return torch.bfloat16
+        return torch.float32 if config.engine == "sglang" and not torch.cuda.is_available() else torch.bfloat16
     return next((t.dtype for _, t in read_folder(config.folder) if t.is_floating_point()), torch.bfloat16)
 
 

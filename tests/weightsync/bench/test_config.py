@@ -14,7 +14,9 @@ from weightsync.errors import ConfigError
         (["--engines", "many"], "--engines: invalid int value"),
         (["--engine-tp", "3"], "--engine-tp 3: expected 1 or 2"),
         (["--draft", "medusa"], "--draft 'medusa': expected one of none, mtp, eagle3"),
-        (["--transport", "tcp"], "--transport 'tcp': expected one of gloo, shm, nccl"),
+        (["--transport", "tcp"], "--transport 'tcp': expected one of gloo, shm, nccl, ipc"),
+        (["--transport", "ipc", "--trainer", "tp=2"], "--transport ipc: everything is on one GPU"),
+        (["--transport", "ipc", "--compare"], "--compare: other ways of --transport ipc are not measured"),
         (["--bucket-mib", "0"], "--bucket-mib 0: expected"),
         (["--bucket-mib", "nan"], "--bucket-mib nan: expected"),
         (["--bucket-mib", "9999"], "--bucket-mib 9999: expected at most"),
@@ -51,6 +53,22 @@ def test_nccl_without_enough_devices_is_refused(capsys, monkeypatch):
     assert cli.main(["bench", "--transport", "nccl", "--engines", "2"]) == 2
     assert "--transport nccl" in (err := capsys.readouterr().err)
     assert "3 CUDA devices" in err
+
+
+def test_ipc_without_a_device_is_refused(capsys, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["bench", "--transport", "ipc"]) == 2
+    assert "--transport ipc: trainer and engines share a CUDA device" in capsys.readouterr().err
+
+
+def test_every_process_of_a_bench_has_its_device():
+    nccl = BenchConfig(transport="nccl", engines=2, engine_tp=2)
+    assert (nccl.trainer_device, nccl.engine_device(0), nccl.engine_device(1)) == ("cuda:0", "cuda:1", "cuda:3")
+    ipc = BenchConfig(transport="ipc", engines=2, engine_tp=2)
+    assert (ipc.trainer_device, ipc.engine_device(1)) == ("cuda:0", "cuda:0,cuda:0")
+    assert (BenchConfig().trainer_device, BenchConfig().engine_device(3)) == ("cpu", "cpu")
 
 
 def test_layouts_are_parsed_and_printed():
