@@ -1,7 +1,7 @@
 """A 64-bit digest of a bucket by integer torch ops, on the device where the bucket lies and equal on every device.
 
-Called once per bucket, by the sender after packing and by every engine rank after loading. It finds transport faults
-(lost, stale, shifted, reordered, flipped bytes); it is no defence against someone who forges bytes.
+`Digests.add` is called once per bucket, by the sender after packing and by every engine rank after loading. It finds
+transport faults (lost, stale, shifted, reordered, flipped bytes); it is no defence against someone who forges bytes.
 
 The bucket is read as little-endian int64 words in rows of 2039 words, 48 rows a band. Per band, the sum of every row
 and of every column is taken (plain sums are all that memory bandwidth leaves time for on a CPU); these few sums are
@@ -18,14 +18,14 @@ import functools
 
 import torch
 
-__all__ = ["digest", "digest_tensor"]
+__all__ = ["Digests", "digest", "digest_tensor"]
 
 ROW_WORDS = 2039
 BAND_ROWS = 48
 _WORD = 8
 _ROW_BYTES = ROW_WORDS * _WORD
 _BAND_BYTES = BAND_ROWS * _ROW_BYTES
-# A pass over many bands keeps (ROW_WORDS + BAND_ROWS) sums of each and two products of them: 5 % of the pass's bytes.
+# A pass over many bands keeps (ROW_WORDS + BAND_ROWS) sums of each and a product of them: 4 % of the pass's bytes.
 _PASS_BANDS = {"cpu": 42}
 _PASS_BANDS_DEVICE = 1024
 
@@ -34,37 +34,76 @@ _MIX1 = 0xBF58476D1CE4E5B9
 _MIX2 = 0x94D049BB133111EB
 
 
+class Digests:
+    """The digests of the buckets of one publish: their sums are taken as they pass, and mixed once at the end.
+
+    Mixing is some fifty operations on a few words: per bucket it would cost as much as the sums of 2 MiB.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: list[int] = []
+        self._passes: list[tuple[int, int, torch.Tensor]] = []
+        """Bucket, its first band in the pass, and the weighted sums of these bands, [2, bands]."""
+
+    def add(self, bucket: torch.Tensor) -> None:
+        """Queue the sums of a flat uint8 tensor of any length on its device; it may be reused as that device's stream
+        goes on.
+
+        Raises:
+            ValueError: not a flat, contiguous uint8 tensor.
+        """
+        if bucket.dtype != torch.uint8 or bucket.dim() != 1 or not bucket.is_contiguous():
+            raise ValueError(
+                f"digest takes a flat contiguous uint8 tensor, got {bucket.dtype} of shape {tuple(bucket.shape)}, "
+                f"strides {bucket.stride()}: flatten it with `t.reshape(-1).view(torch.uint8)`"
+            )
+        nbytes = bucket.numel()
+        pass_bytes = _BAND_BYTES * _PASS_BANDS.get(bucket.device.type, _PASS_BANDS_DEVICE)
+        for start in range(0, max(nbytes, 1), pass_bytes):  # an empty bucket has one pass without bands
+            part = bucket[start : start + pass_bytes]
+            if part.data_ptr() % _WORD or part.storage_offset() % _WORD:
+                part = part.clone()
+            self._passes.append((len(self._sizes), start // _BAND_BYTES, _bands(part)))
+        self._sizes.append(nbytes)
+
+    def tensor(self) -> torch.Tensor:
+        """int64 [buckets added], on the device of the buckets, which must be one; does not wait for it."""
+        if not self._sizes:
+            return torch.empty(0, dtype=torch.int64)
+        low, high = torch.cat([sums for _, _, sums in self._passes], dim=1)
+        counts = [sums.shape[1] for _, _, sums in self._passes]
+        numbers = [
+            torch.arange(first + 1, first + 1 + n) for (_, first, _), n in zip(self._passes, counts, strict=True)
+        ]
+        buckets = torch.tensor([bucket for bucket, _, _ in self._passes]).repeat_interleave(torch.tensor(counts))
+        number = torch.cat(numbers).to(low.device)
+        mixed = _mix(_mix(low + number * _signed(_GOLDEN)) + high)
+        total = torch.tensor([_signed(nbytes * _GOLDEN) for nbytes in self._sizes], device=low.device)
+        return _mix(total.index_add_(0, buckets.to(low.device), mixed))
+
+    def values(self) -> list[int]:
+        """Signed 64-bit digests in the order of `add`; waits for the device."""
+        return self.tensor().tolist()
+
+
 def digest(bucket: torch.Tensor) -> int:
-    """Signed 64-bit digest of a flat uint8 tensor of any length; waits for the device (see `digest_tensor`)."""
+    """Signed 64-bit digest of a flat uint8 tensor of any length; waits for the device."""
     return int(digest_tensor(bucket).item())
 
 
 def digest_tensor(bucket: torch.Tensor) -> torch.Tensor:
     """`digest` as an int64 tensor of one element on the bucket's device, without waiting for the device.
 
-    Stack those of a whole publish and read them with one `tolist()`: an `item()` per bucket stalls the stream.
-
     Raises:
         ValueError: not a flat, contiguous uint8 tensor.
     """
-    if bucket.dtype != torch.uint8 or bucket.dim() != 1 or not bucket.is_contiguous():
-        raise ValueError(
-            f"digest takes a flat contiguous uint8 tensor, got {bucket.dtype} of shape {tuple(bucket.shape)}, "
-            f"strides {bucket.stride()}: flatten it with `t.reshape(-1).view(torch.uint8)`"
-        )
-    nbytes = bucket.numel()
-    pass_bytes = _BAND_BYTES * _PASS_BANDS.get(bucket.device.type, _PASS_BANDS_DEVICE)
-    total = torch.full((1,), _signed(nbytes * _GOLDEN), dtype=torch.int64, device=bucket.device)
-    for start in range(0, nbytes, pass_bytes):
-        part = bucket[start : start + pass_bytes]
-        if part.data_ptr() % _WORD or part.storage_offset() % _WORD:
-            part = part.clone()
-        total += _bands(part, first_band=start // _BAND_BYTES)
-    return _mix(total)
+    digests = Digests()
+    digests.add(bucket)
+    return digests.tensor()
 
 
-def _bands(part: torch.Tensor, first_band: int) -> torch.Tensor:
-    """Sum of the mixed values of the bands of `part`; the last one may be short and counts as if filled with zeros."""
+def _bands(part: torch.Tensor) -> torch.Tensor:
+    """Weighted sums of the bands of `part`, [2, bands]; the last may be short and counts as if filled with zeros."""
     device = part.device
     whole = part.numel() // _BAND_BYTES
     num_bands = -(-part.numel() // _BAND_BYTES)
@@ -81,11 +120,12 @@ def _bands(part: torch.Tensor, first_band: int) -> torch.Tensor:
             torch.sum(words, 1, out=columns[:whole])
     if num_bands > whole:
         _short_band(part[whole * _BAND_BYTES :], rows[whole], columns[whole])
-    weights = _weights(device)
-    low = (sums * weights[0]).sum(1)
-    high = ((sums >> 32) * weights[1]).sum(1)
-    number = torch.arange(first_band + 1, first_band + num_bands + 1, dtype=torch.int64, device=device)
-    return _mix(_mix(low + number * _signed(_GOLDEN)) + high).sum()
+    weights, out = _weights(device), torch.empty((2, num_bands), dtype=torch.int64, device=device)
+    weighted = sums * weights[0]
+    torch.sum(weighted, 1, out=out[0])
+    sums >>= 32
+    torch.sum(torch.mul(sums, weights[1], out=weighted), 1, out=out[1])
+    return out
 
 
 def _short_band(rest: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> None:

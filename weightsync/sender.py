@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from weightsync import errors
 from weightsync.config import PublishConfig
-from weightsync.digest import digest_tensor
+from weightsync.digest import Digests
 from weightsync.engine.memory import PeakMemory
 from weightsync.manifest import Manifest
 from weightsync.plan import BucketPacker, DtypePolicy
@@ -37,7 +37,7 @@ class Staged:
     """The buckets of this rank's stage, copied out of the model, for `publish_async`."""
 
     buffers: list[torch.Tensor]
-    digests: list[torch.Tensor]
+    digests: Digests
     timeline: Timeline
 
 
@@ -127,7 +127,7 @@ class StageSender:
         stage, endpoint = self.source.stage, self._endpoint
         timeline = Timeline(trace=self.config.trace)
         said: dict[str, Any] = {"ok": True, "stage": stage, "error": None, "digests": []}
-        digests: list[torch.Tensor] = []
+        digests = Digests()
         sent_before = endpoint.bytes_sent
         sizes = [manifest.buckets[i].nbytes for i in manifest.stage_buckets(stage)]
         tensors = self.source.stream(manifest.roles, timeline) if staged is None else iter(())
@@ -141,7 +141,7 @@ class StageSender:
                     self._replay(staged, sizes, endpoint, timeline)
                 with timeline.span("wire"):
                     endpoint.finish()
-                said["digests"] = torch.cat(digests).tolist() if digests else []
+                said["digests"] = digests.values()
             except errors.TransportError as e:
                 said |= {"ok": False, "error": f"trainer stage {stage}: {type(e).__name__}: {e}"}
                 # The other ranks of this stage are inside the same gathers: leaving now would hang them.
@@ -165,7 +165,7 @@ class StageSender:
         tensors: Iterator[torch.Tensor],
         endpoint: SenderEndpoint,
         timeline: Timeline,
-        digests: list[torch.Tensor],
+        digests: Digests,
     ) -> None:
         current: list[torch.Tensor] = []
 
@@ -176,7 +176,7 @@ class StageSender:
 
         def send(nbytes: int, bucket: int) -> None:
             with timeline.span("verify"):
-                digests.append(digest_tensor(current[0][:nbytes]))
+                digests.add(current[0][:nbytes])
             endpoint.send(nbytes)
 
         BucketPacker(manifest, stage, self._policy).pack(tensors, acquire, send, timeline)
@@ -187,12 +187,12 @@ class StageSender:
         if not self.source.is_sender:
             for _ in self.source.stream(manifest.roles, timeline):
                 pass
-            return Staged([], [], timeline)
+            return Staged([], Digests(), timeline)
         sizes = [manifest.buckets[i].nbytes for i in manifest.stage_buckets(self.source.stage)]
         if [b.numel() for b in self._staging] != sizes:
             self._staging = [torch.empty(n, dtype=torch.uint8, device=self._device()) for n in sizes]
         free = iter(self._staging)
-        digests: list[torch.Tensor] = []
+        digests = Digests()
         current: list[torch.Tensor] = []
 
         def acquire() -> torch.Tensor:
@@ -200,7 +200,7 @@ class StageSender:
             return current[0]
 
         def send(nbytes: int, bucket: int) -> None:
-            digests.append(digest_tensor(current[0][:nbytes]))
+            digests.add(current[0][:nbytes])
 
         tensors = self.source.stream(manifest.roles, timeline)
         BucketPacker(manifest, self.source.stage, self._policy).pack(tensors, acquire, send, timeline)

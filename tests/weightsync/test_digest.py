@@ -7,7 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.digest import BAND_ROWS, ROW_WORDS, digest, digest_tensor
+from weightsync import digest as digest_module
+from weightsync.digest import BAND_ROWS, ROW_WORDS, Digests, digest, digest_tensor
+from weightsync.protocol import PROTOCOL_VERSION
 
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -160,6 +162,25 @@ def test_keeps_up_with_memory():
     other = torch.empty_like(bucket)
     # Alone on this kind of machine about as fast as a copy; far slower means that some operation is not vectorised.
     assert best_seconds(digest) < 4 * best_seconds(other.copy_)
+
+
+def test_digests_of_a_publish_are_those_of_its_buckets(monkeypatch):
+    monkeypatch.setitem(digest_module._PASS_BANDS, "cpu", 2)  # several passes per bucket
+    buckets = [random_bytes(n, seed=n) for n in (5 * BAND_BYTES + 9, 0, 1, 2 * BAND_BYTES, 3 * BAND_BYTES + 1)]
+    digests = Digests()
+    for bucket in buckets:
+        digests.add(bucket)
+    kept = [bucket.clone() for bucket in buckets]
+    for bucket in buckets:
+        bucket.zero_()  # a buffer is reused before the digests are read
+    assert digests.values() == [signed(reference(b.numpy().tobytes())) for b in kept]
+    assert Digests().values() == []
+
+
+def test_a_digest_that_is_defined_otherwise_needs_another_protocol_version():
+    # Engines of another version are named in preflight; else every publish to them would report corrupted bytes.
+    data = (torch.arange(1_000_003) * 37 % 251).to(torch.uint8)
+    assert (PROTOCOL_VERSION, digest(data)) == (1, -9016745386509670312)
 
 
 @pytest.mark.gpu

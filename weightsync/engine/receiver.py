@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from weightsync.digest import digest_tensor
+from weightsync.digest import Digests
 from weightsync.engine.base import Runner
 from weightsync.engine.coverage import Loading
 from weightsync.engine.memory import PeakMemory
@@ -390,7 +390,7 @@ class Receiver:
         loading.check_in_place()
         for runner in scope:
             runner.begin()
-        digests: list[torch.Tensor] = []
+        digests = Digests()
         payload = 0
         with DecisionWatch(session, call, session.abort) as watch:
             try:
@@ -406,7 +406,7 @@ class Receiver:
                         attempt.facts["bytes_received"] = received + endpoint.bytes_received - before
                         loading.take(segments_of(manifest, i, bucket))
                         with timeline.span("verify", manifest.buckets[i].nbytes, bucket=i):
-                            digests.append(digest_tensor(bucket))
+                            digests.add(bucket)
                         endpoint.release()
                         payload += sum(s.nbytes for s in manifest.buckets[i].segments)
                     endpoint.finish()
@@ -417,7 +417,7 @@ class Receiver:
                         runner.finish()
                     loading.check_in_place()
                     # One wait for the device: also the end of every copy that loaders queued on it.
-                    values = torch.cat(digests).tolist() if digests else []
+                    values = digests.values()
             except TransportError as e:
                 if watch.reason is not None:
                     raise PublishAborted(f"decided by the coordinator: {watch.reason}") from e

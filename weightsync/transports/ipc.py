@@ -2,8 +2,8 @@
 
 For colocated engines: NCCL refuses two ranks on one GPU, and gloo or shm would take the weights through the host. The
 sender allocates a ring of `num_buffers` slots when a publish starts; every receiver maps it, loads from it, and unmaps
-it when its last bucket is loaded; then the sender frees it, before the publish is committed. So a colocated engine has
-its memory back when it resumes. Slots, credits and rendezvous are those of `weightsync.transports._ring`. In preflight
+it when its last bucket is loaded; then the sender frees it, before the publish is committed: nothing stays mapped, and
+the memory is torch's to use again (`torch.cuda.empty_cache()` gives it to other processes, if the trainer wants). Slots, credits and rendezvous are those of `weightsync.transports._ring`. In preflight
 the same is done once with a random word in the first slot: a mapping that fails, or leads to other memory, is found
 while the old version still serves.
 
@@ -97,7 +97,7 @@ class Handle:
 def allocator_refusal(backend: str, address: int, segments: Sequence[Mapping[str, Any]], settings: str) -> str | None:
     """Why memory at `address` has no IPC handle, from `torch.cuda.memory_snapshot()`; None if it has one.
 
-    `settings` (PYTORCH_CUDA_ALLOC_CONF) decide only where the snapshot does not know the segment.
+    `settings`, torch's own view of PYTORCH_CUDA_ALLOC_CONF, decide only where the snapshot does not know the segment.
     """
     if backend != "native":
         return f"torch's allocator backend is {backend!r}: its memory has no IPC handle; use the native one"
@@ -143,7 +143,7 @@ class CudaDriver:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def refusal(self, memory: torch.Tensor) -> str | None:
-        settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+        settings = str(getattr(torch._C, "_accelerator_getAllocatorSettings", str)())
         return allocator_refusal(
             torch.cuda.get_allocator_backend(), memory.data_ptr(), torch.cuda.memory_snapshot(), settings
         )
@@ -191,7 +191,7 @@ class CudaIpcTransport:
         self._driver = driver or CudaDriver()
         self._driver.check(name)
         self._caps = TransportCaps(
-            name=name, devices=frozenset({self._driver.device_type}), same_host=True, tested=True
+            name=name, devices=frozenset({self._driver.device_type}), same_host=True, tested=False
         )
 
     @property
