@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from tests.engines import sglang_models as models
-from tests.engines.sglang_server import DEADLINE_S, RELEASES, Server, stock_update
+from tests.engines.sglang_server import DEADLINE_S, KEY, RELEASES, Server, stock_update
 from weightsync import errors
+from weightsync.doctor import diagnose
 from weightsync.embedded.known import known_next
 from weightsync.engines.sglang import control
 from weightsync.engines.sglang.acceptance import acceptance_of
 from weightsync.engines.sglang.control import SglangControl
+from weightsync.guarantees import GUARANTEES
 from weightsync.timeline import Timeline
 
 pytestmark = [pytest.mark.engine, pytest.mark.multiproc, pytest.mark.timeout(400)]
@@ -217,6 +219,21 @@ def test_a_server_without_the_bridge_refuses_the_backend_at_once_and_serves_on(m
     client.link = Stock()  # type: ignore[assignment]
     with pytest.raises(errors.UnsupportedError, match="no weightsync bridge"):
         client.status(deadline_s=5)
+
+
+@pytest.mark.parametrize("draft", ["mtp", "eagle3"])
+def test_the_doctor_says_what_the_server_is_and_what_a_publish_guarantees(
+    servers: dict[str, Server], draft: str
+) -> None:
+    server = servers[draft]
+    found = diagnose(server.link._url, api_key=KEY, deadline_s=30)
+    assert (found.engine, found.version, found.health) == ("sglang", server.release, "ready")
+    assert (found.guarantees, found.missing) == (tuple(GUARANTEES), ())
+    assert found.status["evidence"] == "tested"
+    speculation = found.status["speculation"]
+    algorithm, folder = {"mtp": ("EAGLE", "target"), "eagle3": ("EAGLE3", "draft")}[draft]
+    assert speculation.startswith(f"{algorithm} (draft ")
+    assert f"/{folder}, steps 1, top-k 1, draft tokens 2)" in speculation
 
 
 def test_a_wrong_key_is_refused(mtp: Server) -> None:

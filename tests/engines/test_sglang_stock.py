@@ -17,6 +17,7 @@ import torch
 from tests.engines import sglang_models as models
 from tests.engines.sglang_server import KEY, Server, stock_update
 from weightsync import errors
+from weightsync.doctor import diagnose
 from weightsync.engines.sglang.acceptance import acceptance_of
 from weightsync.engines.sglang.control import SglangControl
 from weightsync.guarantees import GUARANTEES
@@ -65,6 +66,10 @@ def test_its_own_sessions_load_target_and_draft_and_the_report_says_what_that_la
     assert first.metrics()["weightsync/guarantees_missing"] == 3
     _, reply = mtp.generate()
     assert reply["meta_info"]["weight_version"] == "2"
+    found = diagnose(mtp.link._url, api_key=KEY, deadline_s=30)
+    assert (found.engine, found.version, found.health) == ("sglang (stock)", "0.5.23", "ready")
+    assert found.guarantees == ("one_receive", "prefix_cache")
+    assert any("weightsync.engines.sglang.launch" in text for text in found.missing)
 
 
 def test_acceptance_is_read_from_responses_before_and_after(mtp: Server) -> None:
@@ -142,6 +147,9 @@ def test_pinned_the_oldest_release_never_looks_at_the_draft(servers: dict[str, S
     bridge = SglangControl(server.link._url, api_key=KEY)
     with pytest.raises(errors.UnsupportedError, match="no weightsync bridge"):
         bridge.status(deadline_s=30)
+    found = diagnose(server.link._url, api_key=KEY, deadline_s=30)
+    assert (found.engine, found.version, found.health) == ("sglang", "0.5.10.post1", "not ready")
+    assert any("never reaches a draft" in text for text in found.missing)
     tensors = models.weights("mtp", 2)
     status, reply = stock_update(server, tensors["target"] | tensors["draft"], tmp_path)
     assert (status, reply["success"]) == (200, True)
