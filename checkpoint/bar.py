@@ -37,8 +37,15 @@ class Bar:
             if handle.state != self._shown:
                 self._shown = handle.state
                 self._bar.set_postfix_str(handle.state)
-        except (OSError, ValueError):  # the terminal is gone
-            self._enabled, self._bar = False, None
+        except (OSError, ValueError):
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """The terminal is gone."""
+        self._enabled = False
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            bar.disable = True  # else its destructor writes once more
 
     def _open(self, handle: SaveHandle) -> Any:
         stream = self._stream or sys.stderr
@@ -64,9 +71,10 @@ class Bar:
 
     def end(self) -> None:
         """The save has ended: remove the line."""
-        bar, self._bar, self._shown = self._bar, None, ""
-        if bar is not None:
+        self._shown = ""
+        if self._bar is not None:
             try:
-                bar.close()
+                self._bar.close()
+                self._bar = None
             except (OSError, ValueError):
-                self._enabled = False
+                self._give_up()

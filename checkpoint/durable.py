@@ -21,7 +21,7 @@ from checkpoint.errors import CheckpointError, ConfigError, DigestError, FormatE
 from checkpoint.format.files import STEP_BYTES, FileRecord, new_digest
 from checkpoint.format.folder import Fetch, TorchDistReader
 from checkpoint.layout import committed_path, step_of
-from checkpoint.seals import CommitRecord, parse_commit
+from checkpoint.seals import CommitRecord, files_holding, parse_commit
 
 __all__ = ["Durable", "is_url"]
 
@@ -83,14 +83,18 @@ class Durable:
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints there, ascending."""
+        return [step for step, complete in self.listing().items() if complete]
+
+    def listing(self) -> dict[int, bool]:
+        """Every step of which there is anything, ascending, and whether it is complete."""
         with self._asking(self.url):
             self._fs.invalidate_cache()
             try:
                 names = [str(path).rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._base, detail=False)]
             except FileNotFoundError:
-                return []
+                return {}
             found = sorted({step for name in names if (step := step_of(name)) is not None})
-            return [step for step in found if self._fs.exists(self._path(step, "metadata.json"))]
+            return {step: bool(self._fs.exists(self._path(step, "metadata.json"))) for step in found}
 
     def sizes(self, step: int) -> dict[str, int]:
         """Objects of a step and their bytes; empty if there is nothing."""
@@ -133,30 +137,43 @@ class Durable:
                 moved(len(piece))
         return FileRecord(name=name, nbytes=total, xxh3=digest.hexdigest())
 
-    def verify(self, step: int, *, share: tuple[int, int] = (0, 1), data: bool = True, threads: int = 4) -> int:
+    def verify(
+        self,
+        step: int,
+        *,
+        share: tuple[int, int] = (0, 1),
+        needs: Callable[[str], bool] | None = None,
+        threads: int = 4,
+    ) -> int:
         """As `prove`, up to the first problem, which is raised; returns the bytes that were digested."""
         total = 0
-        for nbytes, problem in self.prove(step, share=share, data=data, threads=threads):
+        for nbytes, problem in self.prove(step, share=share, needs=needs, threads=threads):
             if problem is not None:
                 raise problem
             total += nbytes
         return total
 
     def prove(
-        self, step: int, *, share: tuple[int, int] = (0, 1), data: bool = True, threads: int = 4
+        self,
+        step: int,
+        *,
+        share: tuple[int, int] = (0, 1),
+        needs: Callable[[str], bool] | None = None,
+        threads: int = 4,
     ) -> Iterator[tuple[int, FormatError | None]]:
         """Compare the objects of a drained step with its seals: of each the bytes digested, and what is wrong with it.
 
         Args:
             share: (i, n): only each n-th data file, from the i-th.
-            data: False: of data files only the sizes, for whoever will read little of them.
+            needs: digest only files that hold a key (of an object: with its shard) of which this is true, for whoever
+                will read no others: to digest means to fetch. Of the rest the sizes are compared. None: all.
 
         Raises:
             FormatError: no commit record, or a damaged one. StorageError.
         """
         record = self.record(step)
-        files = [file for seal in record.seals for file in seal.files]
         sizes = self.sizes(step)
+        needed = None if needs is None else files_holding(record, needs)
 
         def check(expected: FileRecord, digest: bool) -> tuple[int, FormatError | None]:
             where, size = self.place(step, expected.name), sizes.get(expected.name)
@@ -166,13 +183,18 @@ class Durable:
                 return 0, FormatError(f"{where} has {size} bytes, {expected.nbytes} were sealed")
             if not digest:
                 return 0, None
-            got = self.digest(step, expected.name)
+            try:
+                got = self.digest(step, expected.name)
+            except FileNotFoundError:
+                return 0, FormatError(f"{where} is missing")
             if got.xxh3 != expected.xxh3:
                 text = f"{where} differs from what was sealed: xxh3 {got.xxh3}, expected {expected.xxh3}"
                 return got.nbytes, DigestError(text)
             return got.nbytes, None
 
-        work = [*((f, True) for f in record.metadata), *((f, data) for f in files[share[0] :: share[1]])]
+        files = [file for seal in record.seals for file in seal.files]
+        mine = [file for file in files if needed is None or file.name in needed][share[0] :: share[1]]
+        work = [*((file, True) for file in (*record.metadata, *mine)), *((f, False) for f in files if f not in mine)]
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
             yield from pool.map(check, *zip(*work, strict=True))
 

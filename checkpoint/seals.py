@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,16 @@ from checkpoint.errors import CoverageError, FormatError
 from checkpoint.format.files import FileRecord, new_digest
 from checkpoint.format.index import Chunk, Index, ObjectEntry, TensorEntry
 
-__all__ = ["CommitRecord", "Seal", "common_differences", "index_from_seals", "parse_commit", "read_commit", "read_seal"]
+__all__ = [
+    "CommitRecord",
+    "Seal",
+    "common_differences",
+    "files_holding",
+    "index_from_seals",
+    "parse_commit",
+    "read_commit",
+    "read_seal",
+]
 
 SEAL_FORMAT = 1
 
@@ -157,6 +166,15 @@ def _digest(text: str) -> str:
     digest = new_digest()
     digest.update(text.encode())
     return str(digest.hexdigest())
+
+
+def files_holding(record: CommitRecord, needs: Callable[[str], bool]) -> set[str]:
+    """Names of the data files that hold a key (of an object: with its shard) of which `needs` is true."""
+    names = set()
+    for seal in record.seals:
+        names |= {seal.files[tensor[5]].name for tensor in seal.tensors if needs(tensor[0])}
+        names |= {seal.files[entry[1]].name for entry in seal.objects if needs(entry[0])}
+    return names
 
 
 def read_commit(path: Path) -> CommitRecord:

@@ -124,7 +124,7 @@ def _measure(scratch: Path, nbytes: int, num_files: int, rounds: int) -> dict[st
         for i in range(num_files)
     ]
     nbytes = sum(s.tensor.numel() * 4 for s in shards)
-    data = memoryview(torch.cat([s.tensor.view(-1) for s in shards]).view(torch.uint8).numpy())
+    data = torch.cat([s.tensor.view(-1) for s in shards]).view(torch.uint8).numpy().data
     ours: list[dict[str, float]] = []
     plain, written, digest = [], [], []
     config = SaveConfig(num_files=num_files, retention=Retention(keep_last=1), max_consecutive_failures=1)
@@ -202,7 +202,7 @@ def _save(checkpointer: Any, step: int, state: Any) -> dict[str, float]:
     if handle.state != "committed":
         raise CheckpointError(f"the save of the bench failed: {handle.error}")
     after = psutil.Process(checkpointer.writer_pid).cpu_times()
-    times = {name: float(handle.result[name]) for name in ("write_s", "sync_s", "sealed_s", "committed_s")}
+    times = {name: float(handle.result["times"][name]) for name in ("write_s", "sync_s", "sealed_s", "committed_s")}
     cpu = after.user + after.system - before.user - before.system
     # From the call of `save`: what a trainer sees, the copy into staging memory included.
     return {**times, "committed_s": took, "blocked_s": handle.blocked_s, "writer_cpu_s": cpu}

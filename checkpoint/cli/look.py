@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import functools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 from checkpoint.cli.outcome import Commands, Outcome, size_text, table
 from checkpoint.cli.places import Step, add_storage_options, existing_folder, open_durable, open_step
 from checkpoint.drain import drained_to
-from checkpoint.durable import is_url
+from checkpoint.durable import Durable, is_url
 from checkpoint.errors import CheckpointError, FormatError
 from checkpoint.layout import TRACKER, committed_path, committed_steps, leftovers
 from checkpoint.seals import CommitRecord, read_commit
@@ -44,13 +45,19 @@ def _ls(args: argparse.Namespace) -> Outcome:
     problems: list[str] = []
     if is_url(args.root):
         durable = open_durable(args.root, args)
-        rows = [_row(step, durable.sizes(step), lambda s=step: durable.record(s)) for step in durable.steps()]  # type: ignore[misc]
+        listing = durable.listing()
+        rows = [
+            _row(step, durable.sizes(step), functools.partial(durable.record, step))
+            for step, whole in listing.items()
+            if whole
+        ]
+        report["leftovers"] = [_undrained(durable, step) for step, whole in listing.items() if not whole]
     else:
         root = existing_folder(args.root)
         rows = []
         for step in committed_steps(root):
             path = committed_path(root, step)
-            row = _row(step, _sizes(path), lambda p=path: read_commit(p / "commit.json"))  # type: ignore[misc]
+            row = _row(step, _sizes(path), functools.partial(read_commit, path / "commit.json"))
             rows.append({**row, "drained_to": drained_to(path)})
         report["tracker"] = _tracker(root)
         if report["tracker"] is not None and report["tracker"] not in [r["step"] for r in rows]:
@@ -72,6 +79,21 @@ def _ls(args: argparse.Namespace) -> Outcome:
     problems += [f"step {row['step']}: {row['error']}" for row in rows if row["error"]]
     report |= {"checkpoints": rows, "problems": problems}
     return Outcome(report=report, lines=_ls_lines(report), status=1 if problems else 0)
+
+
+def _undrained(durable: Durable, step: int) -> dict[str, Any]:
+    sizes = durable.sizes(step)
+    marks = sum(name.startswith("drained.") for name in sizes)
+    return {
+        "path": durable.place(step),
+        "step": step,
+        "attempt": None,
+        "bytes": sum(sizes.values()),
+        "seals": 0,
+        "world_size": None,
+        "alive": [],
+        "verdict": f"not drained to its end ({marks} nodes are done): `ckpt drain` goes on",
+    }
 
 
 def _sizes(path: Path) -> dict[str, int]:
@@ -127,8 +149,8 @@ def _ls_lines(report: dict[str, Any]) -> Iterator[str]:
     yield f"{len(report['checkpoints'])} checkpoint(s) in {report['root']}"
     for left in report["leftovers"]:
         alive = f" ({', '.join(left['alive'])})" if left["alive"] else ""
-        seals = f"{left['seals']} of {left['world_size'] or '?'} seals"
-        yield f"left over: {left['path']}  {size_text(left['bytes'])}  {seals}  {left['verdict']}{alive}"
+        seals = f"{left['seals']} of {left['world_size'] or '?'} seals  " if left["attempt"] else ""
+        yield f"left over: {left['path']}  {size_text(left['bytes'])}  {seals}{left['verdict']}{alive}"
     yield from (f"problem: {problem}" for problem in report["problems"])
 
 

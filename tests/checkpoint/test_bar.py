@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
+import struct
 import sys
+import termios
 
 import pytest
 
-from checkpoint import Checkpointer, SaveConfig
+from checkpoint import Checkpointer, SaveConfig, process
 from checkpoint.bar import Bar
 from checkpoint.events import SaveHandle
+from tests.checkpoint import faulty_writer
 from tests.checkpoint.support import state
 
 
@@ -17,6 +22,7 @@ from tests.checkpoint.support import state
 def terminal():
     """(a stream to a pseudo-terminal, a function that reads what was drawn on it)"""
     master, slave = os.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
     os.set_blocking(master, False)
     drawn = []
 
@@ -37,14 +43,19 @@ def terminal():
 def test_a_save_is_drawn_on_a_terminal_and_removed_when_it_ended(tmp_path, terminal, monkeypatch):
     stream, read = terminal
     monkeypatch.setattr(sys, "stderr", stream)
+    # A save as small as this one is over before it is drawn, unless its writer takes its time.
+    monkeypatch.setattr(process, "PROGRAM", faulty_writer.PROGRAM)
+    monkeypatch.setenv("CHECKPOINT_TEST_FAULTS", str(tmp_path))
+    (tmp_path / "fault.0.json").write_text(json.dumps({"phase": "sync", "do": 1.0}))
     seen = []
-    with Checkpointer(tmp_path, rank=0, world_size=1, on_event=seen.append) as c:
+    with Checkpointer(tmp_path / "root", rank=0, world_size=1, on_event=seen.append) as c:
         c.save(12, state(0, 1))
         handle = c.wait()
     assert handle.bytes_done == handle.nbytes
     text = read()
     assert "checkpoint 12:" in text
-    assert "128k" in text  # two tensors of 64 KiB
+    assert "130k/130k" in text
+    assert "staged" in text
     assert text.endswith("\r")
     assert [e.kind for e in seen] == ["staged", "sealed", "committed"]
 

@@ -61,6 +61,10 @@ def test_ls_tells_steps_their_state_and_what_attempts_left(tmp_path, ckpt):
     assert f"(rank 0 on {os.uname().nodename} (pid {os.getpid()}))" in text
     durable, _ = ckpt("ls", f"file://{tmp_path}/durable")
     assert [(row["step"], row["ranks"]) for row in durable["checkpoints"]] == [(5, 1)]
+    (tmp_path / "durable" / "iter_0000005" / "metadata.json").unlink()
+    report, text = ckpt("ls", f"file://{tmp_path}/durable")
+    assert (report["checkpoints"], [x["step"] for x in report["leftovers"]]) == ([], [5])
+    assert "not drained to its end (1 nodes are done)" in text
     write_tracker(tmp_path, 9)
     flip(committed_path(tmp_path, 5) / "commit.json")
     report, text = ckpt("ls", tmp_path, status=1)

@@ -11,6 +11,8 @@ from checkpoint.drain import AGAIN_S, DrainProcess, DrainQueue, drain, drained_t
 from checkpoint.durable import Durable
 from checkpoint.errors import DigestError, FormatError, StorageError
 from checkpoint.layout import committed_path, committed_steps
+from checkpoint.load import LoadGroup, candidates, load_best
+from checkpoint.store import HostedStore, Store
 from tests.checkpoint.test_drain import commit, expected
 from tests.support.s3_server import s3_server
 
@@ -58,7 +60,7 @@ def test_a_step_of_two_nodes_is_drained_proved_and_read_by_ranges(tmp_path, opti
     assert drained_to(committed_path(tmp_path / "node0", 7)) == url
     assert durable.steps() == [7]
     assert durable.verify(7) > 2 * 4 << 20
-    assert durable.verify(7, data=False) < 1 << 20
+    assert durable.verify(7, needs=lambda key: False) < 1 << 20
 
     fetched = []
     cat = durable._fs.cat_file
@@ -78,7 +80,7 @@ def test_a_step_of_two_nodes_is_drained_proved_and_read_by_ranges(tmp_path, opti
         durable.verify(7)
     durable.put(7, name, bytes(data[:-1]))
     with pytest.raises(FormatError, match=r"__1_0\.distcp has \d+ bytes, \d+ were sealed"):
-        durable.verify(7, data=False)
+        durable.verify(7, needs=lambda key: False)
     durable.remove(7, name)
     with pytest.raises(FormatError, match=r"__1_0\.distcp is missing"):
         durable.verify(7)
@@ -151,3 +153,52 @@ def test_what_the_storage_refuses_is_one_kind_of_error(tmp_path, options):
     assert queue.pending == [7]  # tried again later
     assert queue._not_before > time.monotonic() + AGAIN_S / 2
     assert committed_steps(tmp_path) == [7]
+
+
+def test_the_ladder_goes_from_the_local_disk_to_durable_storage_to_older_steps(tmp_path, options, caplog):
+    url = "s3://bucket/ladder"
+    for step in (1, 2, 3):
+        commit(tmp_path / "root", step, rows=1 << 16)
+        if step < 3:
+            drain(tmp_path / "root", step, url, storage_options=options)
+    for step in (2, 3):
+        path = committed_path(tmp_path / "root", step) / "__0_0.distcp"
+        path.write_bytes(path.read_bytes()[:-1])
+    durable, hosted = Durable(url, options), HostedStore()
+
+    def load(number):
+        found = candidates(tmp_path / "root", durable=[url], options=options)
+        group = LoadGroup(
+            store=Store(hosted.address, "t/"), rank=0, world_size=1, hosts={0: "h"}, end=time.monotonic() + 60
+        )
+        chosen, value, reasons = load_best(
+            group,
+            found,
+            prefix=str(number),
+            share=(0, 1),
+            read=lambda folder: folder.read("w", (0, 0), (1, 4)),
+            requested=lambda: {"w"},
+            reads_too=lambda _: False,
+            allow_unused=lambda _: False,
+        )
+        group.store.close()
+        assert torch.equal(value, expected(chosen.step, rows=1 << 16)[:1])
+        return str(chosen), reasons
+
+    chosen, reasons = load(1)
+    assert chosen == f"step 2 ({url})"
+    assert [reason.partition(":")[0] for reason in reasons] == ["step 3 (local)", "step 2 (local)"]
+    # Damage there: the older step is taken.
+    data = bytearray(durable.get(2, "__0_0.distcp"))
+    data[-40] ^= 1
+    durable.put(2, "__0_0.distcp", bytes(data))
+    chosen, reasons = load(2)
+    assert chosen == "step 1 (local)"
+    assert "differs from what was sealed" in reasons[-1]
+    hosted.close()
+    # A storage that does not answer is passed over with a word.
+    impatient = {"connect_timeout": 1, "retries": {"max_attempts": 0}}
+    dead = {"endpoint_url": "http://127.0.0.1:9", "config_kwargs": impatient}
+    found = candidates(tmp_path / "root", durable=["s3://bucket/x"], options=dead)
+    assert [str(c) for c in found] == ["step 3 (local)", "step 2 (local)", "step 1 (local)"]
+    assert "durable storage is passed over: s3://bucket/x" in caplog.text
