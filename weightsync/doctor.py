@@ -26,7 +26,9 @@ from weightsync.engine.control import HttpControl
 from weightsync.engines.capabilities import find_row
 from weightsync.engines.sglang import stock as sglang_stock
 from weightsync.engines.sglang.control import SglangControl
+from weightsync.engines.vllm import BACKEND, EXTENSION
 from weightsync.engines.vllm import stock as vllm_stock
+from weightsync.engines.vllm.rows import NATIVE
 from weightsync.guarantees import GUARANTEES
 from weightsync.guarantees import missing as missing_guarantees
 from weightsync.protocol import PROTOCOL_VERSION
@@ -40,10 +42,15 @@ _STOCK: Mapping[str, Callable[..., EngineControl]] = {
 }
 Health = Literal["ready", "fenced", "not ready", "unknown"]
 
+_FENCE = "--middleware weightsync.engines.vllm.server.Fence --api-key KEY"
 _LAUNCH = {
     "vllm": (
         "install weightsync in vLLM's environment and start the server with --weight-transfer-config "
-        """'{"backend": "weightsync"}' --middleware weightsync.engines.vllm.server.Fence --api-key KEY"""
+        f"""'{{"backend": "{BACKEND}"}}' {_FENCE}"""
+    ),
+    "vllm before 0.28": (
+        "install weightsync in vLLM's environment and start the server with --worker-extension-cls "
+        f"{EXTENSION} {_FENCE}"
     ),
     "sglang": (
         "install weightsync in SGLang's environment and start the server with `python -m "
@@ -106,7 +113,8 @@ def diagnose(url: str, *, api_key: str | None = None, deadline_s: float = 10.0) 
         return _sick(url, None, None, problems)
     try:
         row = find_row(engine, version or "0")
-        how = f"{_LAUNCH[engine]} ({row.how})"
+        by_extension = engine == "vllm" and NATIVE not in row.facts
+        how = f"{_LAUNCH['vllm before 0.28' if by_extension else engine]} ({row.how})"
     except errors.UnsupportedError as e:
         how = str(e)
     return _sick(url, engine, version, [*problems, f"weightsync has no part in this server: {how}"])

@@ -51,8 +51,9 @@ def test_rows_of_an_engine_leave_no_gap_and_say_what_they_rely_on(engine):
 def test_what_is_refused_says_why_and_what_to_do():
     assert find_row("vllm", "0.32.0+cpu").evidence == "tested"
     assert find_row("vllm", "0.30.0").evidence == "source-checked"
-    with pytest.raises(UnsupportedError, match=r"vllm 0.24.0: .*never shows .* draft: use 0.28"):
-        find_row("vllm", "0.24.0")
+    with pytest.raises(UnsupportedError, match=r"vllm 0.20.2: .*use 0.22 or later"):
+        find_row("vllm", "0.20.2")
+    assert find_row("vllm", "0.24.0").drafts == ("eagle", "eagle3")
     with pytest.raises(UnsupportedError, match=f"later than what was tested.*{OPT_IN}=1"):
         find_row("vllm", "0.33.0")
     assert find_row("vllm", "0.33.0", allow_untested=True).below == "0.33.0"

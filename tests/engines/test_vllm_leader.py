@@ -23,7 +23,9 @@ from weightsync.engines.vllm.leader import EngineFacts, Leader, facts_of
 from weightsync.protocol import Ack, Keys, PublishCall
 from weightsync.store import HostedStore, host_store
 
-FACTS = EngineFacts(version="0.32.0", world_size=2, method="mtp", has_draft=True, row=find_row("vllm", "0.32.0"))
+FACTS = EngineFacts(
+    version="0.32.0", world_size=2, method="mtp", has_draft=True, by_extension=False, row=find_row("vllm", "0.32.0")
+)
 
 
 class Rpc:
@@ -203,10 +205,23 @@ def test_calls_that_cannot_be_are_refused(store: HostedStore, rpc: Rpc) -> None:
 
 
 def config(**changes: Any) -> types.SimpleNamespace:
-    values = {"backend": "weightsync", "dp": 1, "pp": 1, "quantization": None, "lora": None, "method": None} | changes
+    values = {
+        "backend": "weightsync",
+        "extension": "",
+        "dp": 1,
+        "pp": 1,
+        "quantization": None,
+        "lora": None,
+        "method": None,
+    } | changes
     space = types.SimpleNamespace
     return space(
-        parallel_config=space(data_parallel_size=values["dp"], pipeline_parallel_size=values["pp"], world_size=2),
+        parallel_config=space(
+            data_parallel_size=values["dp"],
+            pipeline_parallel_size=values["pp"],
+            world_size=2,
+            worker_extension_cls=values["extension"],
+        ),
         model_config=space(quantization=values["quantization"]),
         speculative_config=None if values["method"] is None else space(method=values["method"]),
         weight_transfer_config=None if values["backend"] is None else space(backend=values["backend"]),
@@ -229,6 +244,20 @@ def config(**changes: Any) -> types.SimpleNamespace:
 def test_engines_that_cannot_be_published_to_say_why(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(errors.UnsupportedError, match=says):
         facts_of(config(**changes), "0.32.0", Settings())
+
+
+def test_before_0_28_a_worker_extension_is_needed_and_mtp_refused() -> None:
+    ours = "weightsync.engines.vllm.extension.Extension"
+    for version in ("0.22.1", "0.24.0", "0.27.1"):
+        with pytest.raises(errors.UnsupportedError, match=f"--worker-extension-cls {ours}"):
+            facts_of(config(method="eagle"), version, Settings())
+        facts = facts_of(config(method="eagle", extension=ours, backend=None), version, Settings())
+        assert (facts.by_extension, facts.has_draft) == (True, True)
+        with pytest.raises(errors.UnsupportedError, match="method 'mtp'; supported are eagle, eagle3"):
+            facts_of(config(method="mtp", extension=ours), version, Settings())
+    with pytest.raises(errors.UnsupportedError, match=r"use 0\.22 or later"):
+        facts_of(config(extension=ours), "0.20.2", Settings())
+    assert facts_of(config(method="mtp", extension=ours, backend=None), "0.32.0", Settings()).by_extension
 
 
 def test_a_draft_is_known_by_its_method() -> None:

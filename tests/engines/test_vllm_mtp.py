@@ -96,6 +96,48 @@ def test_what_does_not_fit_is_refused_and_the_old_version_serves(
     server.serves(1)
 
 
+@pytest.mark.parametrize(
+    ("role", "name", "says"),
+    [
+        ("target", "model.layers.1.self_attn.q_proj.weight", "layers.1.self_attn.qkv_proj"),
+        ("target", "model.layers.0.mlp.up_proj.weight", "layers.0.mlp.gate_up_proj"),
+        ("draft", "model.mtp_layers.0.input_proj.weight", "input_proj"),
+    ],
+)
+def test_part_of_a_fused_layer_or_of_a_draft_is_refused_and_the_old_version_serves(
+    server: Server, role: str, name: str, says: str
+) -> None:
+    publish(server, 1)
+    source = models.Weights(DRAFT, 2)
+    source.dropped.add((role, name))
+    with server.publisher(source) as p, pytest.raises(errors.PreflightError, match=says):
+        p.publish(2)
+    server.serves(1)
+
+
+def test_sleep_and_wake_between_publishes(server: Server) -> None:
+    # vLLM's workers take the call on a CPU, but free nothing: what is tested is the front end's part.
+    publish(server, 1)
+    server.post("/sleep?level=1")
+    with server.publisher(models.Weights(DRAFT, 2)) as p:
+        with pytest.raises(errors.PreflightError, match="asleep: wake them first"):
+            p.publish(2)
+        server.post("/wake_up")
+        server.serves(1)
+        assert p.publish(2).outcome == "committed"
+        server.serves(2)
+        server.post("/sleep?level=2")
+        server.post("/wake_up")
+        assert server.status()["versions"] == {"target": None, "draft[0]": None}
+        code, text = server.refused("/v1/completions", {"model": "m", "prompt": [1]})
+        assert code == 503
+        assert "sleep level 2" in text
+        # Not a no-op, although it was the last version published.
+        report = p.publish(2)
+        assert report.outcome == "committed"
+    server.serves(2)
+
+
 def test_a_load_that_fails_fences_until_a_full_publish(server: Server) -> None:
     publish(server, 1)
     server.fail(r0=2)

@@ -46,3 +46,14 @@ def test_ngram_speculation_has_a_target_only(tmp_path: Path) -> None:
     assert out["publish 2"] == "committed"
     assert out["status"]["versions"] == {"target": 2}
     assert out["status"]["draft"] is None
+
+
+def test_eagle3_by_a_worker_extension(tmp_path: Path) -> None:
+    out = offline(tmp_path, "extension", VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    for step, version in (("fresh", 1), ("after 2", 2), ("after healed", 1)):
+        assert out[step]["tokens"] == models.expected("eagle3", version, 12), step
+        assert out[step]["drafted"] == out[step]["accepted"] > 0, step
+    assert [out["publish 2"], out["healed"]] == ["committed"] * 2
+    assert "cannot be read" in out["broken"]
+    assert out["status"]["versions"] == {"target": 4, "draft[0]": 4}
+    assert out["status"]["how"] == "a worker extension"

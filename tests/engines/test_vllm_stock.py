@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.multiproc, pytest.mark.timeout(400
 
 DRAFT = "mtp"
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
-INPUT_PROJ = "model.mtp_layers.0.input_proj.weight"
+NORM = "model.mtp_layers.0.post_attention_layernorm.weight"
 EMBED = "model.embed_tokens.weight"
 
 
@@ -118,17 +118,17 @@ def test_pinned_stock_calls_it_updated_when_tensors_are_missing(server: Server) 
     publish(server, 1)
     old = server.facts()[0]
     source = models.Weights(DRAFT, 2)
-    source.dropped |= {("target", Q_PROJ), ("draft", INPUT_PROJ)}
+    source.dropped |= {("target", Q_PROJ), ("draft", NORM)}
     with server.publisher(source) as p:
         assert p.publish(2).outcome == "committed"
     mixed = server.facts()[0]
     publish(server, 2)
     new = server.facts()[0]
     qkv = next(n for n in new["target"] if "layers.1.self_attn.qkv_proj.weight" in n)
-    # A third of a fused layer is of no version; the draft keeps its old projection.
+    # A third of a fused layer is of no version; a norm of the draft is the old one.
     assert mixed["target"][qkv] != new["target"][qkv]
-    projection = next(n for n in new["draft"] if "input_proj.weight" in n)
-    assert mixed["draft"][projection] == old["draft"][projection] != new["draft"][projection]
+    norm = next(n for n in new["draft"] if "post_attention_layernorm" in n)
+    assert mixed["draft"][norm] == old["draft"][norm] != new["draft"][norm]
     assert all(mixed["target"][n] == fact for n, fact in new["target"].items() if n != qkv)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import concurrent.futures
 import contextlib
 import http.server
 import json
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from weightsync import errors
 from weightsync.engine.control import HttpControl
@@ -175,6 +178,18 @@ def test_without_a_gpu_the_data_group_is_refused_with_advice(monkeypatch: pytest
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(errors.ConfigError, match="use weightsync's adapter in the engine"):
         NcclGroup(2)
+
+
+@pytest.mark.gpu
+def test_a_group_of_one_on_a_gpu_joins_sends_and_ends() -> None:
+    group = NcclGroup(1)
+    asked: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    assert len(base64.b64decode(group.words["nccl_unique_id_b64"])) == 128
+    group.join(30.0, asked)
+    group.broadcast([torch.ones(5, dtype=torch.bfloat16), torch.arange(3)], 30.0, asked)
+    with pytest.raises(errors.TransportError, match="cannot carry"):
+        group.broadcast([torch.ones(2, dtype=torch.bool)], 30.0, asked)
+    group.close()
 
 
 def test_a_relay_that_nobody_asked_its_status_or_that_did_not_load_says_so(fake: Fake) -> None:

@@ -21,15 +21,18 @@ from weightsync.publisher import Publisher
 
 
 class Offline:
-    def __init__(self, folder: Path, draft: str) -> None:
+    def __init__(self, folder: Path, draft: str, *, by_extension: bool = False) -> None:
         from vllm import LLM
 
         from weightsync.engines.vllm.local import VllmControl
 
         self.draft = draft
         target, speculation = models.write_folders(folder, draft, 1)
+        how: dict[str, Any] = {"weight_transfer_config": {"backend": "weightsync"}}
+        if by_extension:
+            how = {"worker_extension_cls": "weightsync.engines.vllm.extension.Extension"}
         self.llm = LLM(
-            model=str(target), speculative_config=speculation, weight_transfer_config={"backend": "weightsync"},
+            model=str(target), speculative_config=speculation, **how,
             skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", max_model_len=256, max_num_seqs=4,
             kv_cache_memory_bytes=64 << 20, disable_log_stats=False,
         )  # fmt: skip
@@ -89,6 +92,23 @@ def eagle(folder: Path) -> dict[str, Any]:
     return out
 
 
+def extension(folder: Path) -> dict[str, Any]:
+    """What vLLM before 0.28 needs, and later ones take, too."""
+    engine = Offline(folder, "eagle3", by_extension=True)
+    out: dict[str, Any] = {"fresh": engine.serves(), "publish 2": engine.publish(models.Weights("eagle3", 2), 2)}
+    out["after 2"] = engine.serves()
+    broken = models.Weights("eagle3", 1)
+    broken.at[8] = lambda: (_ for _ in ()).throw(OSError("test: cannot be read"))
+    try:
+        out["broken"] = engine.publish(broken, 3)
+    except OSError as e:
+        out["broken"] = str(e)
+    out["healed"] = engine.publish(models.Weights("eagle3", 1), 4)
+    out["after healed"] = engine.serves()
+    out["status"] = engine.control.status(deadline_s=5)
+    return out
+
+
 def ngram(folder: Path) -> dict[str, Any]:
     engine = Offline(folder, "ngram")
     out: dict[str, Any] = {"fresh": engine.serves(), "publish 2": engine.publish(models.Weights("ngram", 2), 2)}
@@ -99,5 +119,5 @@ def ngram(folder: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    result = {"eagle": eagle, "ngram": ngram}[sys.argv[2]](Path(sys.argv[1]))
+    result = {"eagle": eagle, "extension": extension, "ngram": ngram}[sys.argv[2]](Path(sys.argv[1]))
     print("RESULT " + json.dumps(result), flush=True)

@@ -71,7 +71,8 @@ def test_an_embedded_engine_is_ready_after_a_publish_and_asks_for_its_key(tmp_pa
     ("version", "says"),
     [
         ("0.32.0", "--middleware weightsync.engines.vllm.server.Fence"),
-        ("0.24.0", "use 0.28 or later"),
+        ("0.20.2", "use 0.22 or later"),
+        ("0.24.0", "--worker-extension-cls"),
         ("0.40.1", "later"),
     ],
 )

@@ -20,7 +20,19 @@ from weightsync.errors import ConfigError, TransferTimeout, TransportError
 __all__ = ["NcclGroup"]
 
 _UNIQUE_ID_BYTES = 128
-_UINT8, _FLOAT32, _SUM = 1, 7, 0
+_SUM = 0
+_DTYPES = {
+    torch.int8: 0,
+    torch.uint8: 1,
+    torch.int32: 2,
+    torch.int64: 4,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.float64: 8,
+    torch.bfloat16: 9,
+    torch.float8_e4m3fn: 10,
+}
+"""What both sides call a tensor's type; of others vLLM's communicator knows none either."""
 _IN_PROGRESS = 7
 """`ncclInProgress`: what asynchronous errors say of an operation that goes on."""
 
@@ -80,7 +92,7 @@ class NcclGroup:
             torch.cuda.current_stream().synchronize()
             pointer = ctypes.c_void_p(one.data_ptr())
             self._check(
-                self._lib.ncclAllReduce(pointer, pointer, 1, _FLOAT32, _SUM, self._comm, self._stream_handle),
+                self._lib.ncclAllReduce(pointer, pointer, 1, _DTYPES[one.dtype], _SUM, self._comm, self._stream_handle),
                 "ncclAllReduce",
             )
             self._wait(deadline_s, "joining", asked)
@@ -98,14 +110,18 @@ class NcclGroup:
             TransportError, TransferTimeout
         """
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
-            held = [t.to(self.device, non_blocking=True).contiguous().reshape(-1).view(torch.uint8) for t in tensors]
+            held = [t.to(self.device, non_blocking=True).contiguous() for t in tensors]
             for t in held:
-                pointer = ctypes.c_void_p(t.data_ptr())
+                if t.dtype not in _DTYPES:
+                    raise TransportError(
+                        f"NCCL group of vLLM's own: it cannot carry {t.dtype}: cast it (publish_dtype)"
+                    )
+                pointer, kind = ctypes.c_void_p(t.data_ptr()), _DTYPES[t.dtype]
                 self._check(
-                    self._lib.ncclBroadcast(pointer, pointer, t.numel(), _UINT8, 0, self._comm, self._stream_handle),
+                    self._lib.ncclBroadcast(pointer, pointer, t.numel(), kind, 0, self._comm, self._stream_handle),
                     "ncclBroadcast",
                 )
-            self._wait(deadline_s, f"sending {sum(t.numel() for t in held)} bytes", asked)
+            self._wait(deadline_s, f"sending {sum(t.nbytes for t in held)} bytes", asked)
 
     def abort(self) -> None:
         """End it without the others; never blocks on them."""

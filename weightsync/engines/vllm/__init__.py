@@ -6,10 +6,13 @@ end `leader` drives them, for the HTTP server as ASGI middleware (`server`), for
 
 from __future__ import annotations
 
-__all__ = ["BACKEND", "register"]
+__all__ = ["BACKEND", "EXTENSION", "register"]
 
 BACKEND = "weightsync"
 """Of `--weight-transfer-config '{"backend": "weightsync"}'`."""
+
+EXTENSION = "weightsync.engines.vllm.extension.Extension"
+"""Of `--worker-extension-cls`, before 0.28."""
 
 
 def register() -> None:

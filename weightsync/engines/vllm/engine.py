@@ -2,35 +2,25 @@
 
 `leader` calls it through vLLM's own RPCs: `init_weight_transfer_engine` is a publish's preflight, a draft session with
 nothing in it is the handshake that shows us the draft (vLLM hands a transfer engine only the target), and one target
-session is a whole publish, drafts included. Nothing here raises across the RPC: after exceptions on two ranks vLLM's
-replies are out of step. What happened stands in the publisher's store, where the leader reads it, too.
+session is a whole publish, drafts included. What it does is in `worker`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
-import traceback
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 
-from weightsync.engines.vllm.reload import ReloadReceiver, reload_runner
-from weightsync.engines.vllm.rows import CASTS, MTP_METHODS
-from weightsync.errors import AuthError, TransportError
-from weightsync.protocol import Ack, Keys, Phase, PublishCall
-from weightsync.store import connect_store
+from weightsync.engines.vllm.worker import Draft, WorkerSide
 
 __all__ = ["WeightSyncEngine"]
-
-_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -52,13 +42,8 @@ class WeightSyncEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._draft: tuple[torch.nn.Module, Any] | None = None
-        self._receiver: ReloadReceiver | None = None
-
-    @property
-    def rank(self) -> int:
-        pc = self.parallel_config
-        return int(pc.data_parallel_index * pc.world_size + pc.rank)
+        self._draft: Draft | None = None
+        self._side = WorkerSide(vllm_config, device, model, lambda: self._draft)
 
     # -- the handshake -------------------------------------------------------------------------------------------------
 
@@ -84,73 +69,14 @@ class WeightSyncEngine(WeightTransferEngine):  # type: ignore[misc]
         return _Update(words=update_dict)
 
     def init_transfer_engine(self, init_info: _Init) -> None:
-        """Preflight. `words`: `call`, and `engine`, `instance`, `bind_host` of the whole engine."""
-        call: PublishCall | None = None
-        try:
-            call = PublishCall.from_json(init_info.words["call"])
-            with set_current_vllm_config(self.vllm_config):
-                if self._receiver is None:
-                    self._receiver = self._make_receiver(init_info.words)
-                self._receiver.preflight(call)
-        except Exception as e:  # noqa: BLE001 - see the module
-            self._refuse(call, "preflight", e)
+        """Preflight."""
+        self._side.preflight(init_info.words)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive, load, verify, obey the decision: everything of one publish."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: _Update) -> None:
-        call: PublishCall | None = None
-        try:
-            call = PublishCall.from_json(update_info.words["call"])
-            self._ready().receive(call)
-        except Exception as e:  # noqa: BLE001 - see the module
-            self._refuse(call, "prepared", e)
-
-    def _ready(self) -> ReloadReceiver:
-        if self._receiver is None:
-            raise AuthError("nothing passed preflight here: the publisher calls preflight first")
-        return self._receiver
+        self._side.receive(update_info.words)
 
     def shutdown(self) -> None:
-        if self._receiver is not None:
-            self._receiver.close()
-
-    def _make_receiver(self, words: Mapping[str, Any]) -> ReloadReceiver:
-        runners = [reload_runner("target", self.model, self.model_config, roles=("target",), casts=CASTS)]
-        if self._draft is not None:
-            model, model_config = self._draft
-            method = self.vllm_config.speculative_config.method
-            # A head inside the target's checkpoint also takes embedding and output layer from the target's tensors;
-            # a drafter of its own must not: an EAGLE3 drafter has parameters of the same names.
-            roles = ("draft", "target") if method in MTP_METHODS else ("draft",)
-            runners.append(reload_runner("draft[0]", model, model_config, roles=roles, casts=CASTS))
-        pc = self.parallel_config
-        return ReloadReceiver(
-            runners,
-            engine=str(words["engine"]),
-            rank=self.rank,
-            world_size=int(pc.world_size * pc.data_parallel_size),
-            device=self.device,
-            bind_host=str(words["bind_host"]),
-            instance=str(words["instance"]),
-        )
-
-    def _refuse(self, call: PublishCall | None, phase: Phase, e: Exception) -> None:
-        """A failure before or beside the receiver, which reports its own."""
-        _log.error("weightsync: rank %d, %s: %s", self.rank, phase, e, exc_info=e)
-        if call is None:
-            return
-        ack = Ack(
-            engine=f"vLLM rank {self.rank}",
-            rank=self.rank,
-            phase=phase,
-            ok=False,
-            error=f"{type(e).__name__}: {e}",
-            remote="".join(traceback.format_exception(e)),
-        )
-        try:
-            store = connect_store(call.store_host, call.store_port, call.deadline_s)
-            store.set(Keys(call.run_id, call.epoch).ack(call.seq, call.engine_index, self.rank, phase), ack.to_json())
-        except (TransportError, RuntimeError) as lost:
-            _log.error("weightsync: rank %d could not report it: %s", self.rank, lost)
+        self._side.close()

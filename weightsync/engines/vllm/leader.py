@@ -19,11 +19,14 @@ import torch
 from weightsync import errors
 from weightsync.engines.capabilities import Row, find_row
 from weightsync.engines.settings import Settings
+from weightsync.engines.vllm import BACKEND, EXTENSION
+from weightsync.engines.vllm.rows import NATIVE
 from weightsync.protocol import PROTOCOL_VERSION, Ack, Keys, Phase, PublishCall
 from weightsync.store import connect_store
 
 __all__ = ["EngineFacts", "Leader", "Rpc", "facts_of"]
 
+_BY_EXTENSION = f"--worker-extension-cls {EXTENSION}"
 PAUSE_MODES = ("abort", "wait", "keep")
 _PHASES: tuple[Phase, ...] = ("committed", "prepared", "connected", "preflight")
 SLACK_S = 5.0
@@ -43,6 +46,8 @@ class EngineFacts:
     method: str | None
     """vLLM's speculation method."""
     has_draft: bool
+    by_extension: bool
+    """Our worker extension is there, and receives; else our transfer engine."""
     row: Row
 
 
@@ -90,12 +95,15 @@ def facts_of(vllm_config: Any, version: str, settings: Settings) -> EngineFacts:
     """
     row = find_row("vllm", version, allow_untested=settings.allow_untested)
     parallel, model, speculative = vllm_config.parallel_config, vllm_config.model_config, vllm_config.speculative_config
+    by_extension = parallel.worker_extension_cls == EXTENSION
     transfer = vllm_config.weight_transfer_config
     backend = None if transfer is None else transfer.backend
-    if backend != "weightsync":
+    if not by_extension and NATIVE not in row.facts:
+        raise errors.UnsupportedError(f"vLLM {version} needs our worker extension: start it with {_BY_EXTENSION}")
+    if not by_extension and backend != BACKEND:
         raise errors.UnsupportedError(
             f"vLLM runs with weight transfer backend {backend!r}: start it with "
-            """--weight-transfer-config '{"backend": "weightsync"}'"""
+            f"""--weight-transfer-config '{{"backend": "{BACKEND}"}}'"""
         )
     for what, got, advice in (
         ("data parallelism", parallel.data_parallel_size, "run one engine per replica and list all of them"),
@@ -120,6 +128,7 @@ def facts_of(vllm_config: Any, version: str, settings: Settings) -> EngineFacts:
         world_size=int(parallel.world_size),
         method=method,
         has_draft=method in row.drafts,
+        by_extension=by_extension,
         row=row,
     )
 
@@ -141,7 +150,7 @@ class Leader:
         self.epoch = 0
         self.asleep: frozenset[str] = frozenset()
         """Of `weights`, `kv_cache`: what vLLM has put to sleep."""
-        self._bound = not facts.has_draft
+        self._bound = not facts.has_draft or facts.by_extension
         self._pause_mode: str | None = None
         self._kept: list[str] = []
         self._committed: tuple[tuple[str, int, int], dict[str, Any]] | None = None
@@ -196,7 +205,7 @@ class Leader:
             "draft": "bound" if facts.has_draft and self._bound else "not bound yet" if facts.has_draft else None,
             "row": facts.row.versions,
             "evidence": facts.row.evidence,
-            "how": facts.row.how,
+            "how": facts.row.how if NATIVE not in facts.row.facts or not facts.by_extension else "a worker extension",
             "speculation_counts": dict(self.rpc.counts()),
         }
 

@@ -32,8 +32,8 @@ class VllmControl:
 
         settings = settings if settings is not None else Settings.from_environment()
         self._llm = llm
-        rpc = _LocalRpc(llm)
-        self._leader = Leader(name, rpc, facts_of(llm.llm_engine.vllm_config, __version__, settings), settings)
+        facts = facts_of(llm.llm_engine.vllm_config, __version__, settings)
+        self._leader = Leader(name, _LocalRpc(llm, by_extension=facts.by_extension), facts, settings)
         self._guard(llm.llm_engine)
 
     def _guard(self, engine: Any) -> None:
@@ -73,17 +73,23 @@ class VllmControl:
 class _LocalRpc:
     """`LLM`'s methods; with the engine in this process a timeout cannot end them, the ranks' own deadlines do."""
 
-    def __init__(self, llm: Any) -> None:
-        self._llm = llm
+    def __init__(self, llm: Any, *, by_extension: bool) -> None:
+        self._llm, self._by_extension = llm, by_extension
 
     def preflight(self, words: Mapping[str, Any], timeout_s: float) -> None:
-        self._rpc("init_weight_transfer_engine", timeout_s, init_info=dict(words))
+        if self._by_extension:
+            self._rpc("weightsync_preflight", timeout_s, words=dict(words))
+        else:
+            self._rpc("init_weight_transfer_engine", timeout_s, init_info=dict(words))
 
     def bind_draft(self, timeout_s: float) -> None:
         self._rpc("start_draft_weight_update", timeout_s)
         self._rpc("finish_weight_update", timeout_s)
 
     def update(self, words: Mapping[str, Any], timeout_s: float) -> None:
+        if self._by_extension:
+            self._rpc("weightsync_receive", timeout_s, words=dict(words))
+            return
         self._rpc("start_weight_update", timeout_s)
         try:
             self._rpc("update_weights", timeout_s, update_info=dict(words))
@@ -114,7 +120,8 @@ class _LocalRpc:
         return bool(self._llm.reset_prefix_cache(reset_running_requests=reset_running))
 
     def set_version(self, version: str, timeout_s: float) -> None:
-        self._llm.update_weight_version(version)
+        if hasattr(self._llm, "update_weight_version"):  # from 0.28 on
+            self._llm.update_weight_version(version)
 
     def counts(self) -> Mapping[str, float]:
         return speculation_counts()

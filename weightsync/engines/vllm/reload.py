@@ -13,16 +13,16 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, meta
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, SKIP_TENSORS
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
 from weightsync.digest import digest_tensor
 from weightsync.engine.base import Runner
@@ -39,6 +39,13 @@ from weightsync.plan import SegmentView
 from weightsync.timeline import Timeline
 
 __all__ = ["ReloadReceiver", "ReloadRoutes", "reload_runner"]
+
+try:
+    from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+except ImportError:  # before 0.28, where MTP is refused (`rows`)
+    disable_mtp_completeness_check = contextlib.nullcontext
+SKIP_LOAD_TENSORS = getattr(meta, "SKIP_LOAD_TENSORS", SKIP_TENSORS)
+"""One set for both before 0.28."""
 
 _Layers = tuple[torch.nn.Module, ...]
 

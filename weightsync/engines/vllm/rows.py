@@ -10,10 +10,13 @@ import torch
 from weightsync.engines.capabilities import Probe, Row
 from weightsync.errors import UnsupportedError
 
-__all__ = ["CASTS", "MTP_METHODS", "PROBES", "ROWS", "STOCK", "stock_row"]
+__all__ = ["CASTS", "MTP_METHODS", "NATIVE", "PROBES", "ROWS", "STOCK", "stock_row"]
 
 MTP_METHODS = frozenset({"mtp"})
 """Speculation methods whose draft is inside the target's checkpoint (vLLM renames its older names for them)."""
+
+NATIVE = "weight version"
+"""The fact that tells rows whose transfer engine does it all from those that need the worker extension."""
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 CASTS = frozenset((a, b) for a in _FLOATS for b in _FLOATS if a != b)
@@ -58,6 +61,13 @@ _ROW: Mapping[str, Any] = {
     "no_draft": ("ngram", "ngram_gpu", "suffix"),
     "casts": CASTS,
 }
+# Before 0.28 there is no weight version, and MTP loaders refuse layers that come in several buckets.
+_EXTENSION_ROW: Mapping[str, Any] = {
+    **_ROW,
+    "how": "one receive for target and draft in a worker extension; vLLM has no weight version",
+    "relies_on": _RELOAD_FACTS,
+    "drafts": ("eagle", "eagle3"),
+}
 
 ROWS: Sequence[Row] = (
     Row(
@@ -65,25 +75,11 @@ ROWS: Sequence[Row] = (
         below="0.22.0",
         evidence="source-checked",
         how="none",
-        refused="its weight transfer has no sessions: use 0.28 or later",
+        refused="nobody has looked at its layerwise reload, whose interfaces changed: use 0.22 or later",
         facts=frozenset(),
     ),
-    Row(
-        first="0.22.0",
-        below="0.26.0",
-        evidence="source-checked",
-        how="none",
-        refused="its weight transfer never shows a transfer engine the draft: use 0.28 or later",
-        facts=_SESSION_FACTS,
-    ),
-    Row(
-        first="0.26.0",
-        below="0.28.0",
-        evidence="source-checked",
-        how="none",
-        refused="it has no weight version, and loaders that refuse MTP layers in several buckets: use 0.28 or later",
-        facts=_DRAFT_FACTS,
-    ),
+    Row(first="0.22.0", below="0.26.0", evidence="source-checked", facts=_SESSION_FACTS, **_EXTENSION_ROW),
+    Row(first="0.26.0", below="0.28.0", evidence="source-checked", facts=_DRAFT_FACTS, **_EXTENSION_ROW),
     Row(first="0.28.0", below="0.32.0", evidence="source-checked", facts=_ALL_FACTS, **_ROW),
     Row(
         first="0.32.0",

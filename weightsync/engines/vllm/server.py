@@ -121,7 +121,7 @@ class Fence:
             )
         settings = Settings.from_environment()
         facts = facts_of(state.engine_client.vllm_config, __version__, settings)
-        rpc = _AsyncRpc(state.engine_client, asyncio.get_running_loop())
+        rpc = _AsyncRpc(state.engine_client, asyncio.get_running_loop(), by_extension=facts.by_extension)
         host, port = scope.get("server") or ("vllm", 0)
         self._leader = Leader(settings.name or f"{host}:{port}", rpc, facts, settings)
         return self._leader
@@ -217,8 +217,8 @@ async def _in_thread(handler: Callable[[dict[str, Any]], Mapping[str, Any]], bod
 class _AsyncRpc:
     """vLLM's `AsyncLLM`, called from other threads than that of its event loop."""
 
-    def __init__(self, client: Any, loop: asyncio.AbstractEventLoop) -> None:
-        self._client, self._loop = client, loop
+    def __init__(self, client: Any, loop: asyncio.AbstractEventLoop, *, by_extension: bool) -> None:
+        self._client, self._loop, self._by_extension = client, loop, by_extension
 
     def _wait(self, call: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
         future = asyncio.run_coroutine_threadsafe(call, self._loop)
@@ -229,14 +229,27 @@ class _AsyncRpc:
             raise TimeoutError(f"no answer within {timeout_s:g} s: a worker is stopped, stuck or busy") from None
 
     def preflight(self, words: Mapping[str, Any], timeout_s: float) -> None:
-        kwargs = {"init_info": dict(words)}
-        self._wait(self._client.collective_rpc("init_weight_transfer_engine", kwargs=kwargs), timeout_s)
+        call = (
+            self._extension("preflight", words)
+            if self._by_extension
+            else self._client.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": dict(words)})
+        )
+        self._wait(call, timeout_s)
 
     def bind_draft(self, timeout_s: float) -> None:
         self._wait(self._session(self._client.start_draft_weight_update), timeout_s)
 
     def update(self, words: Mapping[str, Any], timeout_s: float) -> None:
+        if self._by_extension:
+            self._wait(self._extension("receive", words), timeout_s)
+            return
         self._wait(self._session(self._client.start_weight_update, {"update_info": dict(words)}), timeout_s)
+
+    def _extension(self, name: str, words: Mapping[str, Any]) -> Coroutine[Any, Any, Any]:
+        call: Coroutine[Any, Any, Any] = self._client.collective_rpc(
+            f"weightsync_{name}", kwargs={"words": dict(words)}
+        )
+        return call
 
     async def _session(self, start: Callable[[], Awaitable[Any]], update: dict[str, Any] | None = None) -> None:
         await start()
@@ -265,7 +278,8 @@ class _AsyncRpc:
         return bool(self._wait(self._client.reset_prefix_cache(reset_running), timeout_s))
 
     def set_version(self, version: str, timeout_s: float) -> None:
-        self._wait(self._client.update_weight_version(version), timeout_s)
+        if hasattr(self._client, "update_weight_version"):  # from 0.28 on
+            self._wait(self._client.update_weight_version(version), timeout_s)
 
     def counts(self) -> Mapping[str, float]:
         return speculation_counts()
