@@ -1,11 +1,12 @@
 """Buckets in GPU memory that a trainer rank shares with the engine ranks of its machine (CUDA IPC).
 
 For colocated engines: NCCL refuses two ranks on one GPU, and gloo or shm would take the weights through the host. The
-sender allocates a ring of `num_buffers` slots when a publish starts; every receiver maps it, loads from it, and unmaps
-it when its last bucket is loaded; then the sender frees it, before the publish is committed: nothing stays mapped, and
-the memory is torch's to use again (`torch.cuda.empty_cache()` gives it to other processes, if the trainer wants). Slots, credits and rendezvous are those of `weightsync.transports._ring`. In preflight
-the same is done once with a random word in the first slot: a mapping that fails, or leads to other memory, is found
-while the old version still serves.
+sender allocates a ring of `num_buffers` slots when a publish starts; every receiver maps it, loads from it, and
+unmaps it when its last bucket is loaded; then the sender frees it, before the publish is committed: nothing stays
+mapped, and the memory is torch's to use again (`torch.cuda.empty_cache()` gives it to other processes, if the trainer
+wants). Slots, credits and rendezvous are those of `weightsync.transports._ring`. In preflight the same is done once
+with a random word in the first slot: a mapping that fails, or leads to other memory, is found while the old version
+still serves.
 
 How memory is named to another process: the fields of torch's own `UntypedStorage._share_cuda_`, as JSON with base64,
 over the ring's socket, and `_new_shared_cuda` on the other side: the pair behind `torch.multiprocessing`, without its
