@@ -17,6 +17,7 @@ from weightsync import errors
 from weightsync.config import PublishConfig
 from weightsync.embedded.engine import EngineHandle
 from weightsync.engine.control import HttpControl
+from weightsync.protocol import PROTOCOL_VERSION
 from weightsync.publisher import Publisher
 from weightsync.sources.state_dict import StateDictSource
 
@@ -146,6 +147,31 @@ class _Gated(HttpControl):
     def status(self, *, deadline_s: float) -> Any:
         assert self.gate.wait(30)
         return super().status(deadline_s=deadline_s)
+
+
+class _OfAnotherRelease(HttpControl):
+    """An engine whose weightsync digests, or says, things otherwise."""
+
+    def __init__(self, handle: EngineHandle) -> None:
+        super().__init__(handle.url, api_key=handle.api_key, name=handle.name)
+
+    def status(self, *, deadline_s: float) -> Any:
+        return {**super().status(deadline_s=deadline_s), "protocol": PROTOCOL_VERSION + 1}
+
+
+def test_an_engine_of_another_protocol_is_named_before_any_byte(fleet: list[EngineHandle], run: str) -> None:
+    with _pub(fleet, run) as p:
+        p.publish(1)
+    config = PublishConfig(run_id=run, takeover=True)
+    with (
+        Publisher(Weights(2), [fleet[0].control(), _OfAnotherRelease(fleet[1])], config) as p,
+        pytest.raises(errors.PreflightError, match=rf"e1 speaks weightsync protocol {PROTOCOL_VERSION + 1}, this") as e,
+    ):
+        p.publish(2)
+    assert e.value.report is not None
+    assert {o.outcome for o in e.value.report.engines} == {"untouched"}
+    for handle in fleet:
+        serves(handle, 1)
 
 
 class _Without(StateDictSource):
