@@ -65,8 +65,10 @@ def _run(args: argparse.Namespace) -> Outcome:
     ]
     if not hasattr(os, "memfd_create"):
         problems.append("this platform has no memfd: states cannot be staged")
-    report |= {"memory_left_bytes": memory_left_bytes(), "shm_left_bytes": shm_left_bytes()}
-    report["root"] = None if args.root is None else _root(Path(args.root), problems)
+    readable = report["packages"]["psutil"] is not None
+    report["memory_left_bytes"] = memory_left_bytes() if readable else None
+    report["shm_left_bytes"] = shm_left_bytes() if readable else None
+    report["root"] = _root(Path(args.root), problems) if readable and args.root is not None else None
     report["bench"] = None
     if args.bench is not None:
         report["bench"] = _bench(existing_folder(args.bench), int(args.mb * 1e6), args.files, args.rounds)
@@ -211,7 +213,8 @@ def _save(checkpointer: Any, step: int, state: Any) -> dict[str, float]:
 def _lines(report: dict[str, Any]) -> Iterator[str]:
     yield "packages: " + ", ".join(f"{name} {version or 'missing'}" for name, version in report["packages"].items())
     memory, shm = report["memory_left_bytes"], report["shm_left_bytes"]
-    yield f"memory left {size_text(memory)}, /dev/shm left {'none' if shm is None else size_text(shm)}"
+    if memory is not None:
+        yield f"memory left {size_text(memory)}, /dev/shm left {'none' if shm is None else size_text(shm)}"
     if (root := report["root"]) is not None:
         there = "" if root["exists"] else " (will be made)"
         yield f"{root['path']}{there}: {root['filesystem']['kind']}, holds {size_text(root['held_bytes'])}, " + (

@@ -194,10 +194,16 @@ def _commit(record: CommitRecord, here: dict[str, int]) -> dict[str, Any]:
 
 
 def _contents(place: Step, pattern: str) -> dict[str, Any]:
-    with place.open() as folder:
-        common = folder.common()
-        index = folder.index
     problems: list[str] = []
+    common: dict[str, Any] = {}
+    with place.open() as folder:
+        index = folder.index
+        try:
+            common = folder.common()
+        except FormatError as e:
+            # Newer Megatron-Core keeps it among the objects.
+            if not any(key.startswith("common_state") for key in index.objects):
+                problems.append(str(e))
     try:
         index.check()
     except FormatError as e:

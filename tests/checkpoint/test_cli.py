@@ -87,6 +87,10 @@ def test_show_tells_what_is_in_a_checkpoint(tmp_path, ckpt):
     report, text = ckpt("show", tmp_path / "stock")
     assert (report["commit"], report["objects"]) == (None, ["o/shard_0_1"])
     assert "there are no digests to verify" in text
+    (tmp_path / "stock" / "common.pt").rename(tmp_path / "common.pt")
+    report, _ = ckpt("show", tmp_path / "stock", status=1)
+    assert [t["key"] for t in report["tensors"]] == ["w"]
+    assert "has no common.pt" in report["problems"][0]
     (tmp_path / "stock" / ".metadata").unlink()
     report, text = ckpt("show", tmp_path / "stock", status=1)
     assert "no .metadata" in report["problems"][0]
@@ -224,6 +228,26 @@ def test_doctor_tells_what_is_here(tmp_path, ckpt):
     assert "(will be made)" in text
     assert not (tmp_path / "new").exists()
     assert text.endswith("0 problem(s)\n")
+
+
+def test_doctor_names_what_is_missing(tmp_path, ckpt, monkeypatch):
+    from checkpoint.cli import doctor
+
+    plain = doctor.importlib.metadata.version
+
+    def version(name):
+        if name in ("psutil", "xxhash", "s3fs"):
+            raise doctor.importlib.metadata.PackageNotFoundError(name)
+        return plain(name)
+
+    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
+    report, text = ckpt("doctor", tmp_path, status=1)
+    assert report["packages"]["s3fs"] is None
+    assert report["problems"] == [
+        "xxhash is not installed: needed for saving and verifying",
+        "psutil is not installed: needed for preflight, resource watch",
+    ]
+    assert "s3fs missing" in text
 
 
 @pytest.mark.multiproc

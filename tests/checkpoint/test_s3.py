@@ -7,12 +7,14 @@ import time
 import pytest
 import torch
 
+from checkpoint import Checkpointer, Retention, SaveConfig
 from checkpoint.drain import AGAIN_S, DrainProcess, DrainQueue, drain, drained_to
 from checkpoint.durable import Durable
 from checkpoint.errors import DigestError, FormatError, StorageError
 from checkpoint.layout import committed_path, committed_steps
 from checkpoint.load import LoadGroup, candidates, load_best
 from checkpoint.store import HostedStore, Store
+from tests.checkpoint.support import state
 from tests.checkpoint.test_drain import commit, expected
 from tests.support.s3_server import s3_server
 
@@ -102,9 +104,11 @@ def test_a_killed_drain_leaves_no_checkpoint_and_the_next_one_goes_on(tmp_path, 
     # Another life of the run finds on the disk what is not durable.
     queue = DrainQueue(tmp_path, url, None, options)
     assert queue.pending == [7, 9]
-    done = []
-    wait_for(lambda: done.extend(queue.poll()) or len(done) == 2)
-    assert done == durable.steps() == [7, 9]
+    assert drain(tmp_path, 9, url, storage_options=options).committed
+    queue = DrainQueue(tmp_path, url, None, options)
+    assert queue.pending == [7]
+    wait_for(lambda: queue.poll() == [7])
+    assert durable.steps() == [7, 9]
     assert durable.verify(7) > 12 << 20
     assert DrainQueue(tmp_path, url, None, options).pending == []
     assert DrainQueue(tmp_path, "s3://bucket/elsewhere", None, options).pending == [7, 9]
@@ -202,3 +206,27 @@ def test_the_ladder_goes_from_the_local_disk_to_durable_storage_to_older_steps(t
     found = candidates(tmp_path / "root", durable=["s3://bucket/x"], options=dead)
     assert [str(c) for c in found] == ["step 3 (local)", "step 2 (local)", "step 1 (local)"]
     assert "durable storage is passed over: s3://bucket/x" in caplog.text
+
+
+def test_a_drain_that_crawls_holds_neither_saves_nor_the_end(tmp_path, options):
+    url = "s3://bucket/crawls"
+    config = SaveConfig(
+        durable_url=url, durable_options=options, durable_bytes_per_s=2e4, retention=Retention(keep_last=1)
+    )
+    events = []
+    with Checkpointer(tmp_path, rank=0, world_size=1, config=config, on_event=events.append) as c:
+        for step in (1, 2, 3):
+            began = time.monotonic()
+            handle = c.save(step, state(0, 1, step))  # 128 KiB, for which the drain takes 6 s and as much for reading
+            c.wait()
+            assert handle.state == "committed"
+            assert handle.waited_s < 1
+            assert time.monotonic() - began < 10
+            if step == 1:
+                wait_for(lambda: Durable(url, options).listing())  # it is being copied from now on
+        # The step that is being copied stays although its time is over, and only that one.
+        assert committed_steps(tmp_path) == [1, 3]
+        assert [e.kind for e in events if e.kind == "drained"] == []
+        began = time.monotonic()
+    assert time.monotonic() - began < 10
+    assert Durable(url, options).steps() == []
