@@ -5,6 +5,7 @@ The modules stand in for SGLang's models; worker classes bear the names of SGLan
 
 from __future__ import annotations
 
+import concurrent.futures
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +13,13 @@ import pytest
 import torch
 
 from weightsync import errors
+from weightsync.engine.routing import build_routes
 from weightsync.engines.sglang.acceptance import Counters, acceptance_of
 from weightsync.engines.sglang.bridge import Bridge
 from weightsync.engines.sglang.rows import INTERNALS, internals_for
 from weightsync.engines.sglang.runners import find_runners, unsupported
+from weightsync.manifest import TensorSpec
+from weightsync.plan import build_manifest
 
 ROW = internals_for("0.5.10.post1")
 VOCAB, HIDDEN = 12, 4
@@ -172,6 +176,28 @@ def test_draft_vocabularies_that_cannot_be_are_refused(d2t: list[int], marked: l
     with pytest.raises(errors.RoutingError, match=says):
         publish_ids(runner, d2t, marked)
     assert worker.hot_token_id.tolist() == [0, 1, 2]
+
+
+class Threaded(Model):
+    """Loads in a pool of threads, as SGLang's DeepSeek does with host tensors."""
+
+    def load_weights(self, pairs: Any) -> None:
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            futures = [pool.submit(Model.load_weights, self, [pair]) for pair in pairs]
+            for f in concurrent.futures.as_completed(futures):
+                f.result()
+
+
+def test_a_dry_run_of_a_loader_with_threads_writes_nothing_and_sees_what_would_be_written() -> None:
+    model, pool = Threaded(), concurrent.futures.ThreadPoolExecutor
+    before = model.lm_head.weight.clone()
+    (runner,) = find_runners(scheduler(None, model), ROW)
+    spec = TensorSpec(role="target", name="lm_head.weight", dtype=torch.float32, shape=(VOCAB, HIDDEN))
+    assert build_routes(build_manifest([[spec]], bucket_bytes=4096), [runner]).taken() == {"target": (0,)}
+    assert torch.equal(model.lm_head.weight, before)
+    assert concurrent.futures.ThreadPoolExecutor is pool
+    runner.load([("lm_head.weight", torch.ones(VOCAB, HIDDEN))])
+    assert torch.equal(model.lm_head.weight, torch.ones(VOCAB, HIDDEN))
 
 
 class Request:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import json
 import secrets
 import socket
@@ -79,6 +80,9 @@ class Bridge:
         self._mode: str | None = None
         self._held: list[Any] = []
         self._flush_due = False
+        # Later releases give cached memory back, too (on a CPU they collect garbage): a publish leaves none to give.
+        takes = inspect.signature(scheduler.flush_cache).parameters
+        self._flush_options = {"empty_cache": False} if "empty_cache" in takes else {}
         self._lease_end: float | None = None
         self._ticks = 0
         self._committed: tuple[tuple[str, int, int], _Reply] | None = None
@@ -265,7 +269,7 @@ class Bridge:
         """The prefix cache, once. Requests that were kept hold no KV: the queue is set aside for SGLang to agree."""
         waiting, self.scheduler.waiting_queue = self.scheduler.waiting_queue, []
         try:
-            return bool(self.scheduler.flush_cache())
+            return bool(self.scheduler.flush_cache(**self._flush_options))
         finally:
             self.scheduler.waiting_queue = waiting
 

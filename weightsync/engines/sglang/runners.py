@@ -7,8 +7,10 @@ projections) refreshed when all tensors are in. Anything that it does not know i
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,6 +21,8 @@ from weightsync.engines.sglang.rows import NO_PARALLELISM, Internals
 from weightsync.errors import RoutingError, UnsupportedError
 
 __all__ = ["describe_speculation", "find_runners", "unsupported"]
+
+Load = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 
 _NOT_PUBLISHED = torch.iinfo(torch.int64).min
 """First entry of a `d2t` that a publish has not written."""
@@ -119,7 +123,7 @@ def find_runners(scheduler: Any, row: Internals) -> list[ModuleRunner]:
                 f"draft[{i}]",
                 model,
                 roles=("draft",) if separate else ("draft", "target"),
-                load=eagle3.load if eagle3 is not None else model.load_weights,
+                load=_on_this_thread(eagle3.load if eagle3 is not None else model.load_weights),
                 rename=functools.partial(_draft_name, _value(draft, "draft_model_idx"), sliced is not None),
                 frozen=("lm_head.weight",) if sliced is not None else (),
                 casts=row.row.casts,
@@ -131,11 +135,46 @@ def find_runners(scheduler: Any, row: Internals) -> list[ModuleRunner]:
         "target",
         target.model,
         roles=("target",),
+        load=_on_this_thread(target.model.load_weights),
         casts=row.row.casts,
         on_begin=functools.partial(_begin, target, None),
         on_finish=functools.partial(_finish, target, heads),
     )
     return [first, *runners]
+
+
+class _AtOnce(concurrent.futures.Executor):
+    """Runs what is submitted before `submit` returns."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as e:  # noqa: BLE001 - raised where the future's result is taken
+            future.set_exception(e)
+        return future
+
+
+def _on_this_thread(load: Load) -> Load:
+    """Loaders of DeepSeek and its kin hand host tensors to a pool of threads, where nobody sees what they write: a dry
+    run would not be one, but write to the weights that are being served."""
+
+    def wrapped(pairs: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        pool, me = concurrent.futures.ThreadPoolExecutor, threading.get_ident()
+
+        def choose(*args: Any, **kwargs: Any) -> concurrent.futures.Executor:
+            return (_AtOnce if threading.get_ident() == me else pool)(*args, **kwargs)
+
+        concurrent.futures.ThreadPoolExecutor = choose  # type: ignore[assignment,misc]
+        try:
+            return load(pairs)
+        finally:
+            concurrent.futures.ThreadPoolExecutor = pool  # type: ignore[misc]
+
+    return wrapped
 
 
 def _draft_model_runners(worker: Any, row: Internals) -> list[Any]:
