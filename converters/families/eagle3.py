@@ -11,6 +11,7 @@ from __future__ import annotations
 from converters.errors import ConfigMismatch
 from converters.families.dense import gqa, has, mlp
 from converters.rules.config import ModelConfig
+from converters.rules.names import Spelling
 from converters.rules.ops import Op, Rows
 from converters.rules.table import Family, Row, Section, under
 
@@ -40,6 +41,17 @@ def _one_layer(config: ModelConfig) -> None:
         raise ConfigMismatch(f"config has num_hidden_layers = {count}: EAGLE3 rules know drafters of one layer only")
 
 
+# Other writers of the same module, and the local spec, whose norms are modules of their own.
+_SPELLINGS = (
+    Spelling(r"^eagle_module\.decoder\.layer\.", "eagle_module.decoder.layers.0."),
+    Spelling(r"^eagle_module\.(?:decoder\.)?norm\.weight$", "eagle_module.decoder.final_layernorm.weight"),
+    Spelling(r"^eagle_module\.lm_head\.weight$", "eagle_module.eagle_output_layer.weight"),
+    Spelling(r"^eagle_module\.(?:hnorm|hidden_norm)\.weight$", "eagle_module.decoder.layers.0.input_layernorm.weight"),
+    Spelling(
+        r"^(eagle_module\.decoder\.layers\.0)\.pre_mlp_layernorm\.weight$", r"\1.mlp.linear_fc1.layer_norm_weight"
+    ),
+)
+
 EAGLE3 = Family(
     name="eagle3",
     architectures=("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"),
@@ -64,6 +76,7 @@ EAGLE3 = Family(
         ),
     ),
     defaults={"num_hidden_layers": 1},
+    spellings=_SPELLINGS,
     dialects=("midlayer.", "layers.0."),
     check=_one_layer,
 )

@@ -159,7 +159,7 @@ QWEN3_MOE = Family(
             *at(_qwen_dense, (MLP_NORM, *mlp())),
         )
     ),
-    defaults={"head_dim": 128, "decoder_sparse_step": 1},
+    defaults={"head_dim": 128, "decoder_sparse_step": 1, "norm_topk_prob": False},
     spellings=MOE_SPELLINGS,
 )
 

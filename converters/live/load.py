@@ -214,6 +214,9 @@ class _Parts:
         except MappingError:
             return None
         # A result whose last dimension is not that of its sources has its columns elsewhere (transposed).
+        # Nor are numbers that come out as something else (shifted, rounded) numbers of lines.
+        if any(r.dtype != torch.int64 for r in results):
+            return None
         matrices = tensors[0].dim() > 1
         if any(r.dim() != 1 and r.shape[-1] != 1 for r in results) or any((r.dim() > 1) != matrices for r in results):
             return None
@@ -314,7 +317,7 @@ class _Folder:
         size = tensor.dtype.itemsize
         width = tensor.shape[-1] if len(tensor.shape) > 1 else 1
         out = torch.empty((count, stop - start), dtype=tensor.dtype)
-        buffer = memoryview(out.view(-1).view(torch.uint8).numpy())
+        buffer = out.view(-1).view(torch.uint8).numpy().data
         offset = tensor.offset + (first * width + start) * size
         if stop - start == width:
             self._read(tensor, buffer, offset)
@@ -329,7 +332,7 @@ class _Folder:
         if self._kept is None or self._kept[0] != name:
             tensor = self._stored[name]
             out = torch.empty(tensor.shape, dtype=tensor.dtype)
-            self._read(tensor, memoryview(out.view(-1).view(torch.uint8).numpy()), tensor.offset)
+            self._read(tensor, out.view(-1).view(torch.uint8).numpy().data, tensor.offset)
             self._kept = (name, out)
         return self._kept[1]
 

@@ -9,5 +9,6 @@ from __future__ import annotations
 
 from converters.semantic.cpu import cpu_runtime
 from converters.semantic.model import build_model, forward_logits
+from converters.semantic.verify import SemanticReport, verify_semantics
 
-__all__ = ["build_model", "cpu_runtime", "forward_logits"]
+__all__ = ["SemanticReport", "build_model", "cpu_runtime", "forward_logits", "verify_semantics"]

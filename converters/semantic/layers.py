@@ -89,6 +89,12 @@ class DuplicatedLinear(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         return linear(x, self.weight), None
 
+    def get_extra_state(self) -> None:
+        """Nothing, under a key that checkpoints have."""
+
+    def set_extra_state(self, state: Any) -> None:
+        """There is none."""
+
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
         from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 

@@ -260,7 +260,8 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
     scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
     future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    return (scores.masked_fill(future, float("-inf")).softmax(-1) @ v).transpose(1, 2)
+    weights: torch.Tensor = scores.masked_fill(future, float("-inf")).softmax(-1)
+    return (weights @ v).transpose(1, 2)
 
 
 def _angles(x: torch.Tensor, theta: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -276,6 +276,20 @@ def test_eagle3_dialects_turn_into_each_other():
         rules_for(mimo()[0], dialect="layers.0.")
 
 
+def test_eagle3_modules_of_other_writers_have_known_names():
+    rules = rules_for(eagle3()[0])
+    for given, canonical in {
+        "decoder.layer.self_attention.linear_proj.weight": "decoder.layers.0.self_attention.linear_proj.weight",
+        "norm.weight": "decoder.final_layernorm.weight",
+        "lm_head.weight": "eagle_output_layer.weight",
+        "hidden_norm.weight": "decoder.layers.0.input_layernorm.weight",
+        "decoder.layers.0.pre_mlp_layernorm.weight": "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
+        "fc.weight": "fc.weight",
+    }.items():
+        assert rules.canonical("module.eagle_module." + given) == "eagle_module." + canonical
+        assert rules.by_mcore("eagle_module." + given) is not None
+
+
 def test_eagle3_with_the_targets_vocabulary_needs_no_d2t():
     config, tensors = eagle3(draft_vocab_size=None)
     tensors = {k: v for k, v in tensors.items() if k not in ("d2t", "t2d")}
