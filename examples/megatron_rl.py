@@ -36,8 +36,8 @@ VOCAB_SIZE, ROWS, COLUMNS, PROMPT, MICRO_BATCHES = 64, 8, 16, 2, 2
 HF_CONFIG = {
     "model_type": "mimo", "architectures": ["MiMoForCausalLM"], "vocab_size": VOCAB_SIZE, "hidden_size": 64,
     "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "rms_norm_eps": 1e-6, "rope_theta": 10000, "max_position_embeddings": 64, "tie_word_embeddings": False,
-    "attention_bias": True, "num_nextn_predict_layers": 1,
+    "head_dim": 16, "rms_norm_eps": 1e-6, "rope_theta": 10000, "max_position_embeddings": 64,
+    "tie_word_embeddings": False, "attention_bias": True, "num_nextn_predict_layers": 1,
 }  # fmt: skip
 
 
@@ -194,9 +194,7 @@ def update(chunks: list[Any], optimizer: Any, hook: Any, step: int, rollouts: to
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", required=True, help="where checkpoints go, and where a run goes on from")
-    parser.add_argument(
-        "--steps", type=int, default=8, help="optimizer steps, earlier runs' included (default 8)"
-    )
+    parser.add_argument("--steps", type=int, default=8, help="optimizer steps, earlier runs' included (default 8)")
     parser.add_argument("--save-every", type=int, default=4, help="steps between checkpoints (default 4)")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", module="megatron")
