@@ -156,6 +156,17 @@ def write_mla_model(folder: Path) -> None:
         "num_key_value_heads": HEADS,
         **MLA,
         "q_lora_rank": None,
+        # SGLang has no other position embedding for MLA on a CPU.
+        "rope_scaling": {
+            "type": "yarn",
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
         "vocab_size": VOCAB,
         "max_position_embeddings": 512,
         "rms_norm_eps": 1e-5,
