@@ -1,6 +1,7 @@
 """Make a checkpoint of a folder whose data is complete and whose metadata is not.
 
     rebuild(folder)                       from the seals: exact, every file is digested
+    rebuild(folder, peers=[...])          likewise, where each node has a folder of its own: all become committed
     rebuild(folder, sibling=other)        without all seals: positions from a checkpoint of the same structure
 
 A job that lost its coordinator, or a stock save that died before its metadata was written, leaves such folders. What
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from checkpoint.errors import CoverageError, DigestError, FormatError
@@ -35,81 +37,104 @@ class RebuildReport:
 
 
 def rebuild(
-    folder: str | Path, *, sibling: str | Path | None = None, commit_as: tuple[str | Path, int] | None = None
+    folder: str | Path,
+    *,
+    sibling: str | Path | None = None,
+    peers: Sequence[str | Path] = (),
+    commit_as: int | None = None,
 ) -> RebuildReport:
     """Write what is missing of `common.pt`, `.metadata`, `metadata.json` and, from seals, `commit.json`.
 
     Args:
-        folder: with the data of all ranks (put the files of several nodes together first).
+        folder: with the data of all ranks, or of one node's.
         sibling: a loadable checkpoint of the same model, optimizer and layout, for a folder without all seals; also
             gives `common.pt` where that is missing.
-        commit_as: (root, step): then rename it to that root's committed name.
+        peers: folders of the other nodes, of the same attempt. No data is moved: each node's folder gets its own
+            commit record, as at a commit.
+        commit_as: a step: then rename each folder to its root's committed name.
 
     Raises:
-        FormatError: the folder has not all data, or does not fit the sibling.
+        FormatError: there is not all data, or it does not fit the sibling or the peers.
         DigestError: a file differs from its seal.
         CoverageError: the shards do not make up whole tensors.
     """
-    folder = Path(folder)
-    seals = [read_seal(path) for path in sorted(folder.glob("seal.*.json"))]
+    folders = [Path(folder), *map(Path, peers)]
+    own = {place: [read_seal(path) for path in sorted(place.glob("seal.*.json"))] for place in folders}
+    seals = list({seal.rank: seal for found in own.values() for seal in found}.values())
     attempts = sorted({seal.attempt for seal in seals})
     if len(attempts) > 1:
         raise FormatError(f"{folder} holds seals of several attempts ({attempts}): which one is meant?")
     complete = bool(seals) and len(seals) == seals[0].world_size
-    common = _common(folder, sibling)
+    if peers and not (complete and all(own.values())):
+        have = ", ".join(f"{place} {len(found)}" for place, found in own.items())
+        raise FormatError(f"{_count(seals)} in all ({have}): give the folder of every node")
+    common, from_sibling = _common(folders, sibling)
+    doubts = ["common.pt comes from the sibling: counters and arguments may be older"] if from_sibling else []
     if complete:
-        index, nbytes = index_from_seals(seals), _verify(folder, seals)
-        doubts = [] if common is None else ["common.pt comes from the sibling: counters and arguments may be older"]
+        index, nbytes = index_from_seals(seals), _verify(folders, seals)
     elif sibling is not None:
-        index, nbytes = _index_like(folder, sibling), 0
+        index, nbytes = _index_like(folders[0], sibling), 0
         doubts = [
             "no digests: only that each record is whole and of the right shape was verified, not its content",
             f"which record belongs to which key was taken from {sibling}",
+            *doubts,
         ]
-        if common is not None:
-            doubts.append("common.pt comes from the sibling: counters and arguments may be older")
     else:
-        have = f"{len(seals)} of {seals[0].world_size} seals" if seals else "no seals"
-        raise FormatError(f"{folder} has {have}: give a sibling checkpoint of the same structure")
-    metadata = write_folder_metadata(folder, index, common)
-    if complete:
-        if common is None:
-            metadata = [file_digest(folder / "common.pt"), *metadata]
-        alone = tuple(dataclasses.replace(seal, node=0) for seal in seals)
-        record = CommitRecord(
-            attempt=seals[0].attempt, step=seals[0].step, node=0, seals=alone, metadata=tuple(metadata)
-        )
-        put_file(folder / "commit.json", record.dump())
-    if commit_as is not None:
-        target = committed_path(*commit_as)
-        if target.exists():
+        raise FormatError(f"{folder} has {_count(seals)}: give a sibling checkpoint of the same structure")
+    targets = [place if commit_as is None else committed_path(place.parent, commit_as) for place in folders]
+    for place, target in zip(folders, targets, strict=True):
+        if target != place and target.exists():
             raise FormatError(f"{target} is there already: move it away, or rebuild without `commit_as`")
-        os.rename(folder, target)
-        fsync_dir(target.parent)
-        folder = target
-    return RebuildReport(path=folder, num_tensors=len(index.tensors), bytes_verified=nbytes, not_proved=tuple(doubts))
+    for place in folders:
+        metadata = write_folder_metadata(place, index, common)
+        if complete:
+            # Alone, a folder holds the files of all nodes.
+            parts = seals if peers else [dataclasses.replace(seal, node=0) for seal in seals]
+            node = own[place][0].node if peers else 0
+            record = CommitRecord(
+                attempt=seals[0].attempt, step=seals[0].step, node=node, seals=tuple(parts), metadata=tuple(metadata)
+            )
+            put_file(place / "commit.json", record.dump())
+    for place, target in zip(folders, targets, strict=True):
+        if target != place:
+            os.rename(place, target)
+            fsync_dir(target.parent)
+    return RebuildReport(
+        path=targets[0], num_tensors=len(index.tensors), bytes_verified=nbytes, not_proved=tuple(doubts)
+    )
 
 
-def _common(folder: Path, sibling: str | Path | None) -> bytes | None:
-    """A record for `common.pt` where the folder has none that can be read; None where it has."""
-    path = folder / "common.pt"
-    if path.exists():
-        load_object(path.read_bytes(), str(path))  # damaged: says so
-        return None
+def _count(seals: Sequence[Seal]) -> str:
+    return f"{len(seals)} of {seals[0].world_size} seals" if seals else "no seals"
+
+
+def _common(folders: Sequence[Path], sibling: str | Path | None) -> tuple[bytes, bool]:
+    """(the record of `common.pt`, whether it is the sibling's)."""
+    for folder in folders:
+        path = folder / "common.pt"
+        if path.exists():
+            data = path.read_bytes()
+            load_object(data, str(path))  # damaged: says so
+            return data, False
     if sibling is None:
-        raise FormatError(f"{folder} has no common.pt (arguments, counters): give a sibling checkpoint to take it from")
-    return (Path(sibling) / "common.pt").read_bytes()
+        raise FormatError(
+            f"{folders[0]} has no common.pt (arguments, counters): give a sibling checkpoint to take it from"
+        )
+    return (Path(sibling) / "common.pt").read_bytes(), True
 
 
-def _verify(folder: Path, seals: list[Seal]) -> int:
+def _verify(folders: Sequence[Path], seals: Sequence[Seal]) -> int:
     total = 0
     for expected in (file for seal in seals for file in seal.files):
-        try:
-            got = file_digest(folder / expected.name, expected)
-        except FileNotFoundError as e:
-            raise FormatError(f"{folder} lacks {expected.name}, which is sealed: is it on another node?") from e
+        place = next((folder / expected.name for folder in folders if (folder / expected.name).exists()), None)
+        if place is None:
+            raise FormatError(
+                f"{folders[0]} lacks {expected.name}, which is sealed: is it on another node? Give that node's folder "
+                "as a peer"
+            )
+        got = file_digest(place, expected)
         if got.xxh3 != expected.xxh3:
-            raise DigestError(f"{folder / expected.name} was changed after it was sealed")
+            raise DigestError(f"{place} was changed after it was sealed")
         total += got.nbytes
     return total
 

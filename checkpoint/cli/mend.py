@@ -32,12 +32,15 @@ SCHEMA_VERSION = 1
 
 def add_commands(commands: Commands) -> None:
     command = commands.add_parser("rebuild", help="make a checkpoint of complete data without metadata")
-    command.add_argument("folder", metavar="FOLDER", help="with the data files of all ranks")
+    command.add_argument("folder", metavar="FOLDER", help="with the data files of all ranks, or of a node's")
     command.add_argument(
         "--sibling", metavar="FOLDER", help="a loadable checkpoint of the same structure, where seals are missing"
     )
     command.add_argument(
         "--keep-name", action="store_true", help="do not rename .saving-iter_<step>-... to iter_<step> afterwards"
+    )
+    command.add_argument(
+        "--peer", action="append", default=[], metavar="FOLDER", help="same attempt on another node; becomes one, too"
     )
     command.set_defaults(run=_rebuild)
     command = commands.add_parser("drain", help="copy committed steps to durable storage")
@@ -62,8 +65,9 @@ def _rebuild(args: argparse.Namespace) -> Outcome:
     if args.sibling is not None:
         existing_folder(args.sibling)
     step = saving_step(folder.name)
-    commit_as = None if args.keep_name or step is None else (folder.absolute().parent, step)
-    found = rebuild(folder, sibling=args.sibling, commit_as=commit_as)
+    peers = [existing_folder(peer).absolute() for peer in args.peer]
+    commit_as = None if args.keep_name else step
+    found = rebuild(folder.absolute(), sibling=args.sibling, peers=peers, commit_as=commit_as)
     report = {
         "schema_version": SCHEMA_VERSION,
         **dataclasses.asdict(found),

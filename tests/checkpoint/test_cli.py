@@ -254,7 +254,7 @@ def test_doctor_names_what_is_missing(tmp_path, ckpt, monkeypatch):
 def test_the_bench_measures_both_and_blames_by_their_ratio(tmp_path, ckpt, monkeypatch):
     from checkpoint.cli import doctor
 
-    report = ckpt("doctor", "--bench", tmp_path, "--mb", 16, "--rounds", 1, twice=False)["bench"]
+    report = ckpt("doctor", "--bench", tmp_path, "--mb", 17, "--rounds", 1, twice=False)["bench"]
     assert report["nbytes"] == 16 << 20
     assert report["plain_s"] >= report["plain_write_s"] > 0
     assert report["ours"]["committed_s"] > report["ours"]["write_s"] > 0

@@ -15,7 +15,7 @@ from checkpoint.disk import disk_left_bytes, folder_bytes, memory_left_bytes
 from checkpoint.errors import ConfigError, DigestError, FormatError
 from checkpoint.format import TorchDistReader, TorchDistWriter, put_file
 from checkpoint.layout import clean_up, committed_path, committed_steps, leftovers, owner_record, saving_path
-from checkpoint.load import verify
+from checkpoint.load import candidates, open_assembled, verify
 from checkpoint.rebuild import rebuild
 from checkpoint.retention import prune
 from checkpoint.seals import read_commit
@@ -40,7 +40,7 @@ def test_sealed_data_becomes_a_checkpoint_and_nothing_is_assumed(tmp_path):
     path = uncommitted(tmp_path, 7)
     assert committed_steps(tmp_path) == []
     assert [left.complete for left in leftovers(tmp_path)] == [True]
-    report = rebuild(path, commit_as=(tmp_path, 7))
+    report = rebuild(path, commit_as=7)
     assert (report.path, report.not_proved) == (committed_path(tmp_path, 7), ())
     assert committed_steps(tmp_path) == [7]
     verify(report.path)
@@ -71,6 +71,33 @@ def test_rebuild_refuses_damage_and_what_is_incomplete(tmp_path):
     (path / "common.pt").unlink()
     with pytest.raises(FormatError, match=r"no common\.pt"):
         rebuild(path)
+
+
+def test_nodes_with_disks_of_their_own_are_committed_together(tmp_path):
+    folders = []
+    for folder in commit(tmp_path, 7, nodes=(0, 1)):
+        record = read_commit(folder / "commit.json")
+        path = saving_path(folder.parent, 7, record.attempt)
+        folder.rename(path)
+        for name in ("commit.json", ".metadata", "metadata.json"):
+            (path / name).unlink()
+        own = next(seal for seal in record.seals if seal.node == record.node)
+        put_file(path / f"seal.{own.rank}.json", json.dumps(own.to_json()).encode())
+        folders.append(path)
+    (folders[1] / "common.pt").unlink()  # only rank 0 writes it before the commit
+    with pytest.raises(FormatError, match="1 of 2 seals: give a sibling"):
+        rebuild(folders[0])
+    with pytest.raises(FormatError, match=r"1 of 2 seals in all .*: give the folder of every node"):
+        rebuild(folders[0], peers=[tmp_path])
+    report = rebuild(folders[0], peers=folders[1:], commit_as=7)
+    assert report.not_proved == ()
+    done = [committed_path(tmp_path / name, 7) for name in ("node0", "node1")]
+    assert report.path == done[0]
+    assert verify(done[0], others=[done[1]]) == verify(done[1], others=[done[0]]) > 0
+    assert [read_commit(folder / "commit.json").node for folder in done] == [0, 1]
+    (candidate,) = candidates(tmp_path / "node1", peers=[tmp_path / "node0"])
+    with open_assembled(candidate) as reader:
+        assert torch.equal(reader.read("w"), expected(7, ranks=2))
 
 
 def stock_like(path, step, rows=8):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 
 import pytest
@@ -225,8 +226,32 @@ def test_a_drain_that_crawls_holds_neither_saves_nor_the_end(tmp_path, options):
             if step == 1:
                 wait_for(lambda: Durable(url, options).listing())  # it is being copied from now on
         # The step that is being copied stays although its time is over, and only that one.
-        assert committed_steps(tmp_path) == [1, 3]
+        wait_for(lambda: committed_steps(tmp_path) == [1, 3])
         assert [e.kind for e in events if e.kind == "drained"] == []
         began = time.monotonic()
     assert time.monotonic() - began < 10
     assert Durable(url, options).steps() == []
+
+
+@pytest.mark.filterwarnings("ignore")  # of Megatron-Core's imports
+def test_what_was_drained_is_loaded_when_the_local_disk_is_gone(tmp_path, options):
+    mapping = pytest.importorskip("megatron.core.dist_checkpointing.mapping", reason="needs megatron-core")
+    config = SaveConfig(durable_url="s3://bucket/gone", durable_options=options)
+    events = []
+    saved = state(0, 1, 5)
+
+    def into(key):
+        """As a Megatron model would ask for it."""
+        tensor = torch.zeros_like(saved.shards[0].tensor)
+        return {"model": {key: mapping.ShardedTensor.from_rank_offsets(key, tensor, replica_id=0)}}
+
+    with Checkpointer(tmp_path, rank=0, world_size=1, config=config, on_event=events.append) as c:
+        c.save(5, saved)
+        c.wait()
+        assert c.wait_drained(60)
+        assert [e.kind for e in events] == ["staged", "sealed", "committed", "drained"]
+        shutil.rmtree(committed_path(tmp_path, 5))
+        loaded = c.load(into("weight"), allow_unused=lambda key: key != "weight")
+    assert (loaded.step, loaded.tier, loaded.passed_over) == (5, "s3://bucket/gone", ())
+    assert torch.equal(loaded.state["model"]["weight"], saved.shards[0].tensor)
+    assert loaded.state["step"] == 5
