@@ -90,6 +90,9 @@ def test_facts_are_derived_from_wheels_and_compared_with_the_table(tmp_path, cap
     assert main([str(wheel(tmp_path, "0.35.0", without=["reload counts"]))]) == 1
     assert "no row holds 0.35.0" in (shown := capsys.readouterr().out)
     assert "lacks ['reload counts']" in shown
+    assert "stock, 0.35.0 is used by public API (>= 0.32.0), and has all of it" in shown
+    assert main([str(wheel(tmp_path, "0.35.0", without=["draft session"]))]) == 1
+    assert "and lacks ['draft session'] of it" in capsys.readouterr().out
 
 
 def test_what_is_no_wheel_of_an_engine_is_named(tmp_path):

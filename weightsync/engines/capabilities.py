@@ -102,6 +102,7 @@ class _Table:
     """What a `rows` module has."""
 
     ROWS: Sequence[Row]
+    STOCK: Row
     PROBES: Mapping[str, Probe]
 
 
@@ -167,7 +168,13 @@ def check_wheel(wheel: str | Path) -> tuple[str, str, frozenset[str], list[str]]
         latest = rows_of(engine)[-1]
         missing = sorted(latest.relies_on - facts)
         verdict = f"lacks {missing} of what it relies on" if missing else "has all that it relies on: test, then widen"
-        return engine, version, facts, [f"no row holds {version}; the last one ({latest.versions}) {verdict}"]
+        wrong = [f"no row holds {version}; the last one ({latest.versions}) {verdict}"]
+        stock = _module(engine).STOCK
+        if stock.holds(version):
+            missing = sorted(stock.relies_on - facts)
+            verdict = f"lacks {missing} of it" if missing else "has all of it"
+            wrong.append(f"stock, {version} is used by public API ({stock.versions}), and {verdict}")
+        return engine, version, facts, wrong
     wrong = [f"the row says {f}, the wheel does not" for f in sorted(row.facts - facts)]
     if row.refused is None:
         wrong += [f"the wheel has {f}, the row does not say so" for f in sorted(facts - row.facts)]
