@@ -13,6 +13,10 @@ import os
 import statistics
 import sys
 import time
+from pathlib import Path
+
+# Before this folder, whose checkpoint.py would hide the package of that name.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from weightsync.bench.config import BenchConfig
 from weightsync.bench.harness import Session

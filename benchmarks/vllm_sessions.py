@@ -27,13 +27,13 @@ from pathlib import Path
 # Before this folder, whose checkpoint.py would hide the package of that name.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
+import torch
+import torch.distributed as dist
 
-from weightsync.bench.machine import describe_machine, describe_versions  # noqa: E402
-from weightsync.embedded.config import ModelConfig  # noqa: E402
-from weightsync.embedded.known import write_hf_folder  # noqa: E402
-from weightsync.embedded.loading import checkpoint_shapes  # noqa: E402
+from weightsync.bench.machine import describe_machine, describe_versions
+from weightsync.embedded.config import ModelConfig
+from weightsync.embedded.known import write_hf_folder
+from weightsync.embedded.loading import checkpoint_shapes
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
