@@ -377,7 +377,7 @@ def _direct(row, folder):
     step = loads[0][0] if loads else None
     outcome = Outcome(
         name=row.name,
-        blocked_s=max((f["blocked_s"] for f in found), default=None),
+        blocked_s=max((f["blocked_s"] for f in found if f"trainer.{f['rank']}" not in row.hit), default=None),
         verdict="/".join(sorted({f["state"] for f in found})) or "none",
         verdict_s=max((f["took_s"] for f in found), default=None),
         named=sorted({rank for f in found for rank in f["named"]}),
@@ -448,7 +448,7 @@ def judge(row, outcome, found, loads):
     said = "\n".join(outcome.why) if row.damage else outcome.error
     if row.says and not re.search(row.says, said):
         wrong.append(f"said {said!r}, expected {row.says!r}")
-    if outcome.blocked_s is not None and row.do != "stop" and outcome.blocked_s > BLOCKED_LIMIT_S:
+    if outcome.blocked_s is not None and outcome.blocked_s > BLOCKED_LIMIT_S:
         wrong.append(f"training was held for {outcome.blocked_s:.1f} s")
     if any(f["took_s"] >= row.limit_s for f in found):
         wrong.append(f"no verdict within {row.limit_s:g} s")

@@ -36,7 +36,10 @@ def folder():
 
 def note_pid(name, pid=None):
     """Let others hit this process (or another) as `name`."""
-    (folder() / f"pid.{name}").write_text(str(pid or os.getpid()))
+    # Whole or not at all: others look at any moment.
+    temporary = folder() / f".pid.{name}.{os.getpid()}"
+    temporary.write_text(str(pid or os.getpid()))
+    temporary.rename(folder() / f"pid.{name}")
 
 
 def hit(names, do):

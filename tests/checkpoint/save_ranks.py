@@ -136,6 +136,7 @@ def retention(rank, world_size, address, root, num_saves=40):
                 most = max(most, len([n for n in listing(root) if n.startswith((".saving", "iter_"))]))
                 time.sleep(0.002)
             assert handle.state == "committed", handle.error
+            time.sleep(0.05)  # what the commit made superfluous is deleted after the word
             writer = f"/proc/{c.writer_pid}"
             usage.append(
                 (
