@@ -202,9 +202,11 @@ def _print(found: Diagnosis) -> None:
     status = found.status
     print(f"{found.url}: {found.engine or 'unknown engine'} {found.version or ''}".rstrip() + f", {found.health}")
     for label, value in (
-        ("ranks", status.get("world_size")),
+        ("ranks", status.get("engine_ranks") or status.get("world_size")),
         ("versions", ", ".join(f"{k} {v}" for k, v in status.get("versions", {}).items()) or None),
         ("speculation", status.get("speculation") or status.get("worker")),
+        ("drafts", (", ".join(r for r in status["versions"] if r != "target") or "none") if status else None),
+        ("how", status.get("how")),
         ("support", f"{status['row']} ({status['evidence']})" if "evidence" in status else status.get("row")),
         ("run", status.get("run_id")),
     ):

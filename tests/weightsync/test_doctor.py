@@ -61,6 +61,7 @@ def test_an_embedded_engine_is_ready_after_a_publish_and_asks_for_its_key(tmp_pa
         shown = capsys.readouterr().out
         assert "embedded, ready" in shown
         assert "target 1, draft[0] 1" in shown
+        assert "drafts       draft[0]" in shown
         assert cli.main(["doctor", e.url, "--json"]) == 1
         said = json.loads(capsys.readouterr().out)
         assert said["health"] == "unknown"
