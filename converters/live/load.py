@@ -187,12 +187,10 @@ class _Parts:
         return torch.cat(values).reshape(shape)
 
     def _must_be_whole(self) -> bool:
-        if not any(name not in self._mapping.hf_sources(self._names) for name in self._hf) and not self._encoded(
-            self._hf[0]
-        ):
+        encoding = self._mapping.encoding
+        if encoding is None or not any(self._encoded(name) for name in self._hf):
             return False
-        in_parts = self._mapping.encoding is not None and self._mapping.encoding.in_parts
-        return not in_parts or any(len(self._source.shape(name)) != 2 for name in self._hf)
+        return not encoding.in_parts or any(len(self._source.shape(name)) != 2 for name in self._hf)
 
     def _encoded(self, name: str) -> bool:
         encoding = self._mapping.encoding

@@ -88,8 +88,9 @@ _STRUCTURE = (
     "tie_word_embeddings",
     "use_qk_norm",
 )
-# MiMo is no model of Transformers; its decoder is Qwen2's.
-_KNOWN_AS = {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}
+# MiMo is no model of Transformers; its decoder is Qwen2's. Kimi-K2 is DeepSeek-V3 under another name.
+_KNOWN_AS = {"mimo": "qwen2"}
+_SAME_AS = {"kimi_k2": "deepseek_v3"}
 
 
 def tiny_config(hf_config: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
@@ -99,6 +100,18 @@ def tiny_config(hf_config: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
         UnsupportedFamilyError: no rules for the family, or no tiny model of it.
     """
     family = family_of(hf_config)
+    if family.part:
+        # The part has a table of the same rows, and Transformers a model of its own.
+        part = {**hf_config, **(hf_config.get(family.part[0]) or {})}
+        kind = str(part["model_type"])
+        hf_config = {
+            **part,
+            "architectures": [
+                a.replace("ConditionalGeneration", "CausalLM") for a in hf_config.get("architectures") or ()
+            ],
+            "model_type": kind if kind.endswith("_text") else kind + "_text",
+        }
+        family = family_of(hf_config)
     if family.name not in _SIZES:
         raise UnsupportedFamilyError(f"no tiny model of family {family.name}; there are: {', '.join(_SIZES)}")
     kept = {key: hf_config[key] for key in _STRUCTURE if hf_config.get(key) is not None}
@@ -107,6 +120,7 @@ def tiny_config(hf_config: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
         sizes["q_lora_rank"] = None
     architectures = [a for a in hf_config.get("architectures") or () if a in family.architectures]
     model_type = hf_config.get("model_type") or next(iter(family.model_types), "")
+    model_type = _SAME_AS.get(model_type, model_type)
     if family.name == "qwen3_5":
         dense = "text" in model_type and "moe" not in model_type
         sizes = {k: v for k, v in sizes.items() if not dense or k not in ("num_experts", *_EXPERTS)}

@@ -74,7 +74,7 @@ def export_case(folder, layout, out):
         assert (planned_tensor.shape, planned_tensor.dtype) == (tuple(tensor.shape), tensor.dtype)
         if name.endswith("input_proj.weight"):
             # mbridge 0.15.1 copies input_proj to eh_proj as it is, although the two join their inputs in opposite
-            # order. What it put in is then exported with its halves exchanged; mimo_reference.py tells who is right.
+            # order. What it put in is then exported with its halves exchanged; the fp64 reference tells who is right.
             copied += 1
             tensor = torch.cat(tensor.chunk(2, 1)[::-1], 1)
         if name not in want or not same(tensor, want[name]):

@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
+from converters.semantic.reference import reference_logits
 from tests.converters.live_ranks import DTYPES, load_folder, run_cases, tokens
-from tests.converters.mimo_reference import mimo_logits
 from tests.support import spawn_ranks
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
@@ -203,7 +203,7 @@ def mtp_error(ranks, change=lambda tensors: tensors):
     folder = ranks[0]["folder"]
     with open(f"{folder}/config.json") as file:
         config = json.load(file)
-    want = mimo_logits(change(load_folder(folder)), config, tokens(BASE))
+    want = reference_logits(change(load_folder(folder)), config, tokens(BASE))
     got = megatron_logits(ranks)
     assert len(got) == len(want) == 1 + config["num_nextn_predict_layers"]
     errors = [

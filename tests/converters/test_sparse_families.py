@@ -169,6 +169,20 @@ def test_the_language_model_of_a_multimodal_folder_has_its_own_config_and_prefix
         rules_for({k: v for k, v in whole.items() if k != "text_config"})
 
 
+def test_what_stands_for_a_family_keeps_its_structure():
+    whole = {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "model_type": "qwen3_5_moe",
+        "text_config": {"model_type": "qwen3_5_moe_text", "mtp_num_hidden_layers": 1, "tie_word_embeddings": True},
+    }
+    tiny = tiny_config(whole)
+    assert (tiny["model_type"], tiny["architectures"]) == ("qwen3_5_moe_text", ["Qwen3_5MoeForCausalLM"])
+    assert (tiny["mtp_num_hidden_layers"], tiny["tie_word_embeddings"]) == (1, True)
+    kimi = tiny_config({"model_type": "kimi_k2", "num_nextn_predict_layers": 0, "hidden_size": 7168})
+    assert (kimi["model_type"], kimi["num_nextn_predict_layers"], kimi["hidden_size"]) == ("deepseek_v3", 0, 32)
+    assert tiny_config({"model_type": "deepseek_v3", "q_lora_rank": None})["q_lora_rank"] is None
+
+
 def test_qwen3_next_takes_its_mtp_layer_from_the_source_where_the_config_does_not_say(models):
     config, tensors = models["qwen3_next"]
     silent = {k: v for k, v in config.items() if k != "num_nextn_predict_layers"}
