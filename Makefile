@@ -33,6 +33,8 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --group dev --editable '.[megatron,plot]'
+	# A baseline of tests/checkpoint, without what it declares: pynvml makes every import of torch warn.
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --no-deps 'nvidia-resiliency-ext; python_version < "3.13"'
 	touch $@
 
 vllm: $(VLLM_READY)
