@@ -70,7 +70,7 @@ def machine():
     return {
         "date": time.strftime("%Y-%m-%d"),
         "cpus": os.cpu_count(),
-        "kernel": platform.release(),
+        "kernel": platform.release().split("-")[0],
         "python": platform.python_version(),
         "torch": torch.__version__,
         "megatron_core": megatron.core.__version__,

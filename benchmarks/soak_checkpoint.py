@@ -34,7 +34,7 @@ ENVIRONMENT = {"MALLOC_ARENA_MAX": "1"}  # as in benchmarks/soak.py: mappings by
 MAX_GROWTH_BYTES = 4096
 COUNTED = ("descriptors", "threads", "mappings", "children")
 SPREAD = {"mappings": 2}
-SETTLE_S = 0.02
+SETTLE_S = 0.1
 
 
 def state(rank, world_size, step, mb):
