@@ -1,7 +1,8 @@
 """The command `ckpt`: gathers the groups of commands, prints what they find, turns errors into one line.
 
     checkpoint.cli           ls, show, verify, rebuild, drain, prune, doctor: saved checkpoints
-    converters.inspection    inspect: a Hugging Face folder
+    converters.inspection    inspect: a Hugging Face folder or a Megatron checkpoint
+    converters.offline       convert, diff: between and across the two
 
 Each group offers `add_commands`; every command gets `--json` (one object on stdout) and `--debug` here.
 Exit status: 0 all well; 1 problems found (listed on stdout) or the command failed; 2 wrong arguments, or a path that
@@ -26,7 +27,7 @@ from converters.errors import ConverterError, FolderError
 
 __all__ = ["main"]
 
-GROUPS = ("checkpoint.cli", "converters.inspection")
+GROUPS = ("checkpoint.cli", "converters.inspection", "converters.offline.commands")
 USAGE_ERRORS = (CheckpointConfigError, FolderError)
 
 

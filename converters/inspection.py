@@ -1,4 +1,4 @@
-"""`ckpt inspect`: a Hugging Face folder, from its headers alone, and how it maps to Megatron-Core.
+"""`ckpt inspect`: a Hugging Face folder or a Megatron checkpoint, from headers alone, and what its names are elsewhere.
 
 `converters.cli` registers it (`add_commands`) and prints what it gives back.
 """
@@ -7,29 +7,37 @@ from __future__ import annotations
 
 import argparse
 import collections
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from checkpoint.cli.outcome import Commands, Outcome, size_text
-from converters.errors import ConverterError, MappingError
+from converters.errors import ConverterError, FolderError, MappingError
 from converters.families import rules_for
-from converters.hf_folder import HfFolder, read_folder
+from converters.hf_folder import HfFolder
+from converters.offline import places
+from converters.offline.keys import Stored, is_optimizer, layout_of, weights_of
+from converters.offline.sources import HfSource, TorchDistSource, ZarrSource
 from converters.rules.ruleset import RuleSet, account
 
 __all__ = ["add_commands"]
 
 SCHEMA_VERSION = 1
+SHOWN = 4
 
 
 def add_commands(commands: Commands) -> None:
-    command = commands.add_parser("inspect", help="a Hugging Face folder and how it maps to Megatron-Core")
-    command.add_argument("path", type=Path, metavar="PATH", help="folder with config.json and *.safetensors")
+    command = commands.add_parser("inspect", help="a Hugging Face folder or a Megatron checkpoint, and how it maps")
+    command.add_argument("path", type=Path, metavar="PATH", help="its folder, or one with iterations")
+    command.add_argument("--iteration", metavar="N", help="of a Megatron checkpoint: a number or `release`")
     command.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> Outcome:
-    report = _inspect(read_folder(args.path))
+    source = places.open_source(args.path, iteration=args.iteration)
+    with contextlib.closing(source):
+        report = _inspect(source.folder) if isinstance(source, HfSource) else _inspect_megatron(source)
     return Outcome(report=report, lines=_lines(report), status=1 if report["problems"] else 0)
 
 
@@ -78,6 +86,70 @@ def _inspect(folder: HfFolder) -> dict[str, Any]:
     }
 
 
+def _inspect_megatron(source: TorchDistSource | ZarrSource) -> dict[str, Any]:
+    """The report of a Megatron checkpoint, as JSON values; of optimizer state only how much there is."""
+    problems = places.problems(source)
+    optimizer = [key for key in source.headers if is_optimizer(key)]
+    weights = {key: header for key, header in source.headers.items() if key not in set(optimizer)}
+    held = {key: list(weights_of(key, header.shape)) for key, header in weights.items()}
+    rules: RuleSet | None = None
+    unmapped: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    try:
+        origin = places.reference(source, None)
+    except FolderError:
+        origin = None  # checkpoints of trainers do not say which model they are
+    if origin is not None:
+        try:
+            rules = rules_for(origin.config, list(origin.dtypes) or None)
+        except ConverterError as e:
+            problems.append(str(e))
+    if rules is not None:
+        # The halves of a weight are one name.
+        names = dict.fromkeys(rules.canonical(stored.name) for found in held.values() for stored in found)
+        account_ = account(rules, names, "mcore")
+        unmapped, missing = account_.unmapped, account_.missing
+        problems += [f"{name} is not known to the {rules.family} rules" for name in unmapped]
+        problems += [f"{name} is missing: the {rules.family} rules need it" for name in missing]
+    chunks = {k: len(e.chunks) for k, e in source.reader.index.tensors.items()} if _is_dist(source) else {}
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "path": str(source.path),
+        "layout": f"torch_dist, {layout_of(weights)}" if _is_dist(source) else "zarr",
+        "family": rules.family if rules else None,
+        "shards": list(source.reader.index.files()) if _is_dist(source) else [],
+        "tensor_count": len(weights),
+        "bytes": sum(header.nbytes for header in weights.values()),
+        "tensors": [
+            {
+                "name": key,
+                "dtype": str(header.dtype).removeprefix("torch."),
+                "shape": list(header.shape),
+                "bytes": header.nbytes,
+                "chunks": chunks.get(key),
+                "huggingface": _hf_names(rules, held[key]),
+            }
+            for key, header in weights.items()
+        ],
+        "optimizer_keys": len(optimizer),
+        "optimizer_bytes": sum(source.headers[key].nbytes for key in optimizer),
+        "objects": len(source.objects),
+        "unread": [],
+        "unmapped": list(unmapped),
+        "missing": list(missing),
+        "problems": problems,
+    }
+
+
+def _is_dist(source: TorchDistSource | ZarrSource) -> TypeGuard[TorchDistSource]:
+    return isinstance(source, TorchDistSource)
+
+
+def _hf_names(rules: RuleSet | None, held: Sequence[Stored]) -> list[str]:
+    found = (rules.by_mcore(stored.name) for stored in held) if rules else ()
+    return list(dict.fromkeys(name for mapping in found if mapping for name in mapping.hf))
+
+
 def _misfits(folder: HfFolder, rules: RuleSet) -> list[str]:
     """Shapes and dtypes that the rules cannot turn into Megatron tensors: every mapping is run without data."""
     problems = []
@@ -96,12 +168,16 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     for tensor in report["tensors"]:
         dtypes[tensor["dtype"]] += tensor["bytes"]
     shares = ", ".join(f"{name} {size_text(count)}" for name, count in sorted(dtypes.items()))
-    yield f"{report['path']}: Hugging Face folder, family {report['family'] or 'unknown'}"
+    kind = "Hugging Face folder" if report["layout"] == "huggingface" else f"Megatron checkpoint ({report['layout']})"
+    yield f"{report['path']}: {kind}, family {report['family'] or 'unknown'}"
     yield f"{report['tensor_count']} tensors, {size_text(report['bytes'])} in {len(report['shards'])} file(s): {shares}"
     for tensor in report["tensors"]:
         shape = "x".join(str(size) for size in tensor["shape"]) or "scalar"
-        target = ", ".join(tensor["megatron"]) or "?"
+        names = tensor["megatron"] if "megatron" in tensor else tensor["huggingface"]
+        target = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "") or "?"
         yield f"  {tensor['name']}  {tensor['dtype']}  {shape}  {size_text(tensor['bytes'])}  {target}"
+    if report.get("optimizer_keys"):
+        yield f"optimizer state: {report['optimizer_keys']} keys, {size_text(report['optimizer_bytes'])}"
     for problem in report["problems"]:
         yield f"problem: {problem}"
     yield f"{len(report['problems'])} problem(s)"

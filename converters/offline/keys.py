@@ -32,6 +32,7 @@ __all__ = [
     "Stored",
     "fits_stacked",
     "is_optimizer",
+    "layout_of",
     "weights_of",
 ]
 
@@ -194,6 +195,16 @@ class Spelling:
     def _sizes(self, key: str, index: Sequence[int]) -> tuple[int, ...]:
         experts = (self._experts[key.partition(".mlp.experts.")[0]],) if index and ".experts.experts." in key else ()
         return (*((self._num_layers,) if len(index) > len(experts) else ()), *experts)
+
+
+def layout_of(keys: Iterable[str]) -> str:
+    """The layout that a checkpoint's keys are in; "no decoder" if they do not tell."""
+    names = [_WRAPPERS.sub("", key) for key in keys]
+    if any(_HALF.fullmatch(name) or _EXPERT.fullmatch(name) for name in names):
+        return "singleton"
+    if any(_LAYERED.match(name) for name in names):
+        return "stacked"
+    return "per-layer" if any("decoder.layers." in name for name in names) else "no decoder"
 
 
 def fits_stacked(shapes: Mapping[str, Sequence[int]]) -> bool:

@@ -30,6 +30,7 @@ __all__ = [
     "Reference",
     "carried_files",
     "open_source",
+    "problems",
     "reference",
     "weights_record",
 ]

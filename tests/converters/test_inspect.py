@@ -189,7 +189,7 @@ def test_every_damage_is_one_line_and_exit_code_1(folder, capsys, damage, words,
     [
         (lambda p: p / "nowhere", "no such folder"),
         (lambda p: p, "not a Hugging Face folder"),
-        (lambda p: (p / ".metadata").touch() or p, "a torch_dist checkpoint"),
+        (lambda p: (p / ".metadata").touch() or p, "the save did not end"),
         (lambda p: (p / "f").touch() or p / "f", "not a folder"),
     ],
 )

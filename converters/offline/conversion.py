@@ -114,7 +114,7 @@ def convert(
     max_memory_bytes: int = 512 << 20,
     workers: int = 2,
     resume: bool = False,
-    verify: bool = False,
+    verify: Literal["all", "bits"] | None = None,
     plan: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> ConvertReport:
@@ -137,7 +137,9 @@ def convert(
         shard_bytes: size of an output file (default 5 GB for Hugging Face, 1 GiB for Megatron).
         max_memory_bytes: for buffers, all workers together; the plan of a large model takes some more.
         resume: go on after an interrupted run, and keep what is written if this one fails.
-        verify: read the result back through the inverse rules and compare it with the source, bit by bit.
+        verify: "bits": read the result back through the inverse rules and compare it with the source, bit by bit.
+            "all": also check the rules on a tiny random model of the family by its logits (`verify_semantics`), where
+            Megatron-Core and Transformers are installed: before anything is written, since it takes half a minute.
         plan: only say what would be done.
         progress: called with bytes written and to be written, from any worker.
 
@@ -336,13 +338,14 @@ def _carry_out(
     budget: Budget,
     *,
     resume: bool,
-    verify: bool,
+    verify: Literal["all", "bits"] | None,
     progress: Callable[[int, int], None] | None,
 ) -> None:
     check_target(target)
     values = Values(job.source, job.mapped.decoded)
     if job.mapped.equal:
         check.require_equal(job.mapped.equal, values, job.mapped.decoded, budget)
+    semantic = _semantics(job) if verify == "all" else None
     with WorkFolder(target, _digest(job), resume=resume) as work:
         job.report.resumed = list(work.done)
         todo = [f for f in job.files.big if f.name not in work.done]
@@ -369,8 +372,25 @@ def _carry_out(
         except OSError as e:
             raise FolderError(f"{work.path} cannot be written: {e.strerror}") from e
         if verify:
-            job.report.verified = _verify(job, work.path / job.folder, budget)
+            job.report.verified = {**_verify(job, work.path / job.folder, budget), "semantic": semantic}
         work.publish()
+
+
+def _semantics(job: _Job) -> str:
+    """Whether the rules keep logits, in words; where that cannot be tried, why.
+
+    Raises:
+        MappingError: they do not.
+    """
+    from converters.semantic.verify import verify_semantics
+
+    try:
+        report = verify_semantics(job.rules.config.values)
+    except UnsupportedFamilyError as e:
+        return f"logits were not compared: {e}"
+    return "logits of a tiny random model agree: " + ", ".join(
+        f"{head.name} with {head.against} to {head.largest_difference:.1g}" for head in report.heads
+    )
 
 
 def _verify(job: _Job, written: Path, budget: Budget) -> dict[str, Any]:
