@@ -17,7 +17,7 @@ from weightsync.engine.routing import build_routes
 from weightsync.engines.sglang.acceptance import Counters, acceptance_of
 from weightsync.engines.sglang.bridge import Bridge
 from weightsync.engines.sglang.rows import INTERNALS, internals_for
-from weightsync.engines.sglang.runners import find_runners, unsupported
+from weightsync.engines.sglang.runners import describe_speculation, find_runners, unsupported
 from weightsync.manifest import TensorSpec
 from weightsync.plan import build_manifest
 
@@ -176,6 +176,19 @@ def test_draft_vocabularies_that_cannot_be_are_refused(d2t: list[int], marked: l
     with pytest.raises(errors.RoutingError, match=says):
         publish_ids(runner, d2t, marked)
     assert worker.hot_token_id.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ({"speculative_algorithm": None}, None),
+        ({"speculative_num_steps": 3}, "EAGLE (draft m, steps 3)"),
+        ({"speculative_draft_model_path": "d", "speculative_algorithm": "EAGLE3"}, "EAGLE3 (draft d)"),
+        ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}, "NGRAM (draft tokens 4)"),
+    ],
+)
+def test_speculation_is_described_with_its_draft(args: dict[str, Any], said: str | None) -> None:
+    assert describe_speculation(scheduler(**args)) == said
 
 
 class Threaded(Model):

@@ -46,6 +46,8 @@ def describe_speculation(scheduler: Any) -> str | None:
     if not algorithm:
         return None
     path, steps = _value(args, "speculative_draft_model_path"), _value(args, "speculative_num_steps")
+    if path is None and _text(algorithm).upper() != "NGRAM":
+        path = _value(args, "model_path")  # a head of the model itself
     tokens, topk = _value(args, "speculative_num_draft_tokens"), _value(args, "speculative_eagle_topk")
     facts = {"draft": path, "steps": steps, "top-k": topk, "draft tokens": tokens}
     return f"{_text(algorithm)} ({', '.join(f'{k} {v}' for k, v in facts.items() if v is not None)})"
