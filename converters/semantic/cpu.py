@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 __all__ = ["cpu_runtime"]
@@ -94,6 +95,33 @@ def _as_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
+def _uneven_over_gloo() -> list[tuple[Any, str, Any]]:
+    """Experts that are tensor parallel gather and scatter runs of tokens of different lengths, which gloo refuses."""
+    plain_gather, plain_scatter = dist.all_gather, dist.reduce_scatter
+
+    def all_gather(out: list[torch.Tensor], x: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+        if len({len(part) for part in out}) == 1 or async_op:
+            return plain_gather(out, x, group=group, async_op=async_op)
+        longest = max(len(part) for part in out)
+        padded = [x.new_zeros(longest, *x.shape[1:]) for _ in out]
+        mine = x.new_zeros(longest, *x.shape[1:])
+        mine[: len(x)] = x
+        plain_gather(padded, mine, group=group)
+        for part, found in zip(out, padded, strict=True):
+            part.copy_(found[: len(part)])
+        return None
+
+    def reduce_scatter(out: torch.Tensor, parts: list[torch.Tensor], group: Any = None) -> Any:
+        if len({len(part) for part in parts}) == 1:
+            return plain_scatter(out, parts, group=group)
+        whole = torch.cat(parts)
+        dist.all_reduce(whole, group=group)
+        out.copy_(whole.split([len(part) for part in parts])[dist.get_rank(group)])
+        return None
+
+    return [(dist, "all_gather", all_gather), (dist, "reduce_scatter", reduce_scatter)]
+
+
 _ABSENT = object()
 
 
@@ -130,6 +158,7 @@ def cpu_runtime() -> Iterator[None]:
     try:
         with (
             _replaced([(torch.cuda, name, value) for name, value in _cuda_attributes().items()]),
+            _replaced(_uneven_over_gloo()),
             _CudaMeansCpu(),
             # After the others: importing Megatron-Core's modules asks for the device too.
             _replaced(_without_cuda_kernels()),

@@ -98,10 +98,9 @@ class DuplicatedLinear(torch.nn.Module):
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
         from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-        groups = {} if metadata is None else {"dp_cp_group": metadata["dp_cp_group"]}
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True), prefix, {}, sharded_offsets, **groups
-        )
+        # Every rank of the tensor-parallel group holds a replica, so does every data-parallel one.
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {}, sharded_offsets)
 
 
 class _GroupedLinear(torch.nn.Module):

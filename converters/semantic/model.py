@@ -138,13 +138,14 @@ class _Has:
 
 
 def _expert_fields(config: ModelConfig, has: _Has, experts: Experts) -> dict[str, Any]:
-    sigmoid = has.anywhere("router.expert_bias")
+    sigmoid, sparse = has.anywhere("router.expert_bias"), has.per_layer("mlp.router.weight")
     topk, groups = config.integer("num_experts_per_tok"), config.get("n_group") or 1
     fields: dict[str, Any] = {
         "num_moe_experts": num_experts(config),
         "moe_router_topk": topk,
         "moe_ffn_hidden_size": expert_size(config),
-        "moe_layer_freq": has.per_layer("mlp.router.weight"),
+        # A list, even of ones, makes Megatron store layer by layer.
+        "moe_layer_freq": 1 if all(sparse) else sparse,
         "moe_grouped_gemm": experts != "sequential",
         "moe_use_legacy_grouped_gemm": experts == "grouped",
         "moe_token_dispatcher_type": "alltoall",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_moe_layer_pattern
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -91,12 +92,9 @@ def layer_spec(config: TransformerConfig, *, experts: bool, delta_net: bool = Fa
 
 def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """The decoder layers that this pipeline stage (chunk `vp_stage` of it) builds."""
-    kinds = zip(
-        config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers,
-        config.linear_attention_freq or [0] * config.num_layers,
-        strict=True,
-    )
-    specs = [layer_spec(config, experts=bool(sparse), delta_net=bool(linear)) for sparse, linear in kinds]
+    sparse = get_moe_layer_pattern(config) if config.num_moe_experts else [0] * config.num_layers
+    kinds = zip(sparse, config.linear_attention_freq or [0] * config.num_layers, strict=True)
+    specs = [layer_spec(config, experts=bool(moe), delta_net=bool(linear)) for moe, linear in kinds]
     start = get_transformer_layer_offset(config, vp_stage)
     mine = specs[start : start + get_num_layers_to_build(config, vp_stage)]
     return TransformerBlockSubmodules(layer_specs=mine, layer_norm=RMSNorm)
