@@ -320,14 +320,9 @@ def main(kind: str, folder: Path) -> None:
     if kind.startswith("layers"):
         projections = [new[f"model.mtp.layers.{i}.eh_proj.weight"] for i in range(STEPS)]
         out["steps"] = [[torch.equal(d.model.eh_proj.weight, p) for p in projections] for d in drafts]
-        # What loading by name alone does: every step takes every layer, and keeps the last.
-        if hasattr(scheduler, "weight_updater"):
-            # SGLang's own fan-out of what it has received.
-            runners = [r for _, r in scheduler.weight_updater._select_runners("all")]
-            out["stock"] = [r.weight_updater.load_weights_from_distributed(list(new.items()))[0] for r in runners]
-        else:
-            for d in drafts:
-                d.load_weights([(n, t) for n, t in new.items() if mark in n])
+        # What loading by name alone does, as SGLang's own fan-out: every step takes every layer, and keeps the last.
+        for d in drafts:
+            d.load_weights([(n, t) for n, t in new.items() if mark in n])
         out["steps_by_name"] = [[torch.equal(d.model.eh_proj.weight, p) for p in projections] for d in drafts]
     elif kind == "mla":
         after = absorbed(target, new)
