@@ -17,12 +17,12 @@ from pathlib import Path
 
 import torch
 
-from checkpoint.errors import CheckpointError
+from checkpoint.errors import CheckpointError, FormatError
 from checkpoint.format.files import FileRecord, RecordFile, fsync_dir, put_file
 from checkpoint.format.folder import write_folder_metadata
 from checkpoint.layout import committed_path, owner_record, remove_folder, saving_path, write_tracker
 from checkpoint.progress import Job, Progress
-from checkpoint.seals import CommitRecord, Seal, index_from_seals
+from checkpoint.seals import CommitRecord, Seal, index_from_seals, read_commit
 from checkpoint.staging import BATCHES_STAGED, BATCHES_WRITTEN
 from checkpoint.vote import dump
 
@@ -107,6 +107,7 @@ class AttemptFolder:
         return Seal(
             attempt=self.attempt, step=self.step, rank=self.rank, world_size=world_size, host=host,
             node=self.node, files=tuple(records), tensors=tuple(tensors), objects=tuple(objects), common=job.common,
+            replicas=tuple(job.replicas), basis=job.basis, write_s=round(job.times["write_s"], 3),
         )  # fmt: skip
 
     def prepare(self, seals: Sequence[Seal], common: bytes) -> None:
@@ -126,6 +127,13 @@ class AttemptFolder:
             os.rename(self.path, final)
             fsync_dir(self.root)
         write_tracker(self.root, self.step)
+
+    def is_committed(self) -> bool:
+        """Whether this attempt has its final name, and no other has it."""
+        try:
+            return read_commit(committed_path(self.root, self.step) / "commit.json").attempt == self.attempt
+        except (OSError, FormatError):
+            return False
 
     def discard(self) -> None:
         """Remove what this rank wrote, half-written files too; the folder goes with the last one."""

@@ -15,20 +15,22 @@ import dataclasses
 import logging
 import os
 import secrets
-import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from checkpoint.config import SaveConfig
-from checkpoint.disk import Need, disk_left_bytes, folder_bytes, memory_left_bytes
+from checkpoint.contents import CONTENTS, Extras, check_contents, section_of, select
+from checkpoint.disk import Need, check_need
 from checkpoint.drain import DrainQueue
-from checkpoint.errors import ConfigError, DiskError, SaveError, StoreLost, WriterLost
+from checkpoint.errors import ConfigError, SaveError, StoreLost, WriterLost
 from checkpoint.events import LoadResult, SaveEvent, SaveHandle
-from checkpoint.layout import LeftOver, clean_up, committed_steps
+from checkpoint.format.folder import TorchDistReader
+from checkpoint.layout import LeftOver
 from checkpoint.load import LoadGroup, candidates, load_best
-from checkpoint.plan import Plan, State, digest_common, make_plan
+from checkpoint.plan import INDEX_BYTES, RANK_BYTES, RECORD_BYTES, Plan, State, digest_common, make_plan
+from checkpoint.recover import recover
 from checkpoint.stage import Stager
 from checkpoint.store import HostedStore, Store
 from checkpoint.supervise import InFlight, Supervisor
@@ -77,6 +79,7 @@ class Checkpointer:
         self.root.mkdir(parents=True, exist_ok=True)
         self._saves = self._loads = self._failures_in_a_row = 0
         self._stager = Stager()
+        self._extras = Extras(rank, world_size)
         self._supervisor = Supervisor(
             {
                 "root": str(self.root),
@@ -84,6 +87,7 @@ class Checkpointer:
                 "world_size": world_size,
                 "store": self._address,
                 "run_id": self._run_id,
+                "rank_0_hosts": store is None,
                 "trainer_pid": os.getpid(),
                 "deadline_s": self.config.start_deadline_s,
                 "nodes": None,
@@ -94,9 +98,21 @@ class Checkpointer:
         self.node = int(self._supervisor.places["nodes"][str(rank)])
         """The lowest rank that sees the same root."""
         leads, url = self.node == rank, self.config.durable_url
-        self.removed: list[LeftOver] = clean_up(self.root) if leads else []
+        group = self._group(self.config.start_deadline_s)
+        self.recovered: list[int]
+        """Steps whose data an earlier run left whole without having committed it, and this start did."""
+        self.removed: list[LeftOver]
         """What dead attempts of earlier runs left and this start removed."""
-        drains = DrainQueue(self.root, url, self.config.durable_bytes_per_s) if leads and url is not None else None
+        try:
+            self.recovered, self.removed = recover(self.root, group, leads=leads)
+        except WriterLost:
+            self._supervisor.close()
+            raise
+        finally:
+            group.store.close()
+        drains = None
+        if leads and url is not None:
+            drains = DrainQueue(self.root, url, self.config.durable_bytes_per_s, self.config.durable_options)
         self._supervisor.watch(drains)
 
     def _rendezvous(self, store: str | None, bind_host: str) -> tuple[str, str]:
@@ -133,7 +149,7 @@ class Checkpointer:
     def preflight(self, state: State | dict[str, Any], *, deadline_s: float = 60.0) -> Need:
         """Check that disk and memory take the saves of such a state, and touch the staging memory; every rank calls it.
 
-        Without `keep_last` there is no end to what a root holds: then room for two checkpoints is asked for.
+        Without `keep_last` there is no end to what a root holds: then room for two more checkpoints is asked for.
 
         Raises:
             DiskError: it does not fit; says what is needed, held and left. LoadError: a rank did not call in time.
@@ -142,37 +158,63 @@ class Checkpointer:
         group = self._group(deadline_s)
         self._loads += 1
         try:
-            sizes = group.all_say(f"preflight/{self._loads}", [plan.nbytes, plan.staging_bytes])
+            told = [plan.nbytes, plan.staging_bytes, len(plan.items)]
+            sizes = group.all_say(f"preflight/{self._loads}", told)
         finally:
             group.store.close()
-        mates = self._mates()
-        node_bytes, staging = (sum(sizes[r][i] for r in mates) for i in (0, 1))
-        retention, held = self.config.retention, folder_bytes(self.root)
-        peak = retention.disk_peak_bytes(node_bytes, committed_steps(self.root)) or held + 2 * node_bytes
-        need = Need(
+        mates, config = self._mates(), self.config
+        node_bytes, staging, num_items = (sum(sizes[r][i] for r in mates) for i in (0, 1, 2))
+        # What is stated is never exceeded, so what surrounds the data counts, too.
+        node_bytes += RECORD_BYTES * num_items + RANK_BYTES * len(mates) + INDEX_BYTES * sum(size[2] for size in sizes)
+        need = check_need(
+            self.root,
+            config.retention,
             node_bytes=node_bytes,
-            disk_peak_bytes=peak,
-            disk_held_bytes=held,
-            disk_left_bytes=disk_left_bytes(self.root, self.config.disk_limit_bytes, held),
-            staging_bytes=staging,
-            memory_left_bytes=memory_left_bytes(),
+            staging_bytes=staging if self._stager.staging is None else 0,
+            disk_limit_bytes=config.disk_limit_bytes,
+            drains=config.durable_url is not None,
+            reserve=self.node == self.rank,
         )
-        if peak - held > need.disk_left_bytes:
-            raise DiskError(
-                f"{self.root} on {socket.gethostname()} will hold up to {peak} bytes ({node_bytes} per checkpoint, "
-                f"{retention}), holds {held}, and only {need.disk_left_bytes} more can be written: lower keep_last, or "
-                "free space"
-            )
-        if self._stager.staging is None and need.memory_left_bytes is not None and staging > need.memory_left_bytes:
-            raise DiskError(
-                f"staging takes {staging} bytes of shared memory on {socket.gethostname()}, {need.memory_left_bytes} "
-                "are left: set staging_bytes to stream the state in parts"
-            )
+        if need.filesystem.caution:
+            log.warning("%s %s", self.root, need.filesystem.caution)
         self._supervisor.await_idle(-1)
         self._ensure_staging(plan)
         return need
 
-    def save(self, step: int, state: State | dict[str, Any], *, content_metadata: Any = None) -> SaveHandle:
+    def register(
+        self,
+        name: str,
+        *,
+        save: Callable[[], Any],
+        load: Callable[[Any], None],
+        shared: bool = False,
+        reshard: Callable[[Sequence[Any], int, int], Any] | None = None,
+        optional: bool = False,
+    ) -> None:
+        """Have state of the user's own, a dataloader's for instance, saved and restored with the rest ("extra").
+
+        Args:
+            name: letters, digits and underscores; the same on every rank.
+            save: gives the value, on the thread that calls `Checkpointer.save`. Plain data and tensors load as they
+                are, other classes need `load(trusted=True)`.
+            load: takes it back, after all ranks have loaded the same checkpoint.
+            shared: the value is the same on every rank; rank 0's is saved, every rank gets it. Else each its own.
+            reshard: (values of all ranks that saved, rank, world size) -> this rank's, for another number of ranks.
+            optional: a checkpoint without it loads.
+
+        Raises:
+            ConfigError: the name is taken, or none.
+        """
+        self._extras.register(name, save=save, load=load, shared=shared, reshard=reshard, optional=optional)
+
+    def save(
+        self,
+        step: int,
+        state: State | dict[str, Any],
+        *,
+        contents: Collection[str] = CONTENTS,
+        content_metadata: Any = None,
+    ) -> SaveHandle:
         """Stage a state and return; what follows happens elsewhere.
 
         Waits for the save before, if it has not ended: at most until that one's deadline.
@@ -180,6 +222,8 @@ class Checkpointer:
         Args:
             step: number of the checkpoint; a committed one of the same number is replaced.
             state: a `State`, or a Megatron `sharded_state_dict` (ShardedTensor, ShardedObject, factories, ...).
+            contents: which entries of a state dict are saved ("model", "optimizer", "rng", "extra"; see
+                `checkpoint.contents`), the same on every rank; "extra" includes what was registered.
             content_metadata: kept in the common state, where Megatron-Core's loader looks for it.
 
         Raises:
@@ -194,13 +238,15 @@ class Checkpointer:
         handle = SaveHandle(step=step, attempt=attempt, nbytes=0)
         self._supervisor.await_idle(step)
         handle.waited_s = time.monotonic() - began
-        part = self._as_state(state, content_metadata)
+        part = self._as_state(state, content_metadata, contents)
         plan = self._plan(part)
         handle.nbytes = plan.nbytes
         active = InFlight(
             handle=handle,
             plan=plan,
             common=digest_common(part.common),
+            replicas=list(part.replicas),
+            basis=self._supervisor.share.basis if self.config.spread_replicas else "",
             end=began + self.config.deadline_s,
             attempt=attempt,
         )
@@ -215,13 +261,24 @@ class Checkpointer:
         self._supervisor.events.append(SaveEvent(kind="staged", step=step, handle=handle))
         return handle
 
-    def _as_state(self, state: State | dict[str, Any], content_metadata: Any) -> State:
-        if isinstance(state, State):
-            part = state
-        else:
+    def _as_state(
+        self, state: State | dict[str, Any], content_metadata: Any, contents: Collection[str] = CONTENTS
+    ) -> State:
+        contents = check_contents(contents)
+        if not isinstance(state, State):
             from checkpoint.megatron import state_from_sharded
 
-            part = state_from_sharded(state)
+            share = self._supervisor.share if self.config.spread_replicas else None
+            part = state_from_sharded(select(state, contents), share)
+        elif contents == CONTENTS:
+            part = state
+        else:
+            raise ConfigError("contents choose among the entries of a state dict; a State holds what it holds")
+        if "extra" in contents:
+            objects, common = self._extras.take()
+            part = dataclasses.replace(
+                part, objects={**part.objects, **objects}, common={**part.common, **common} if common else part.common
+            )
         if content_metadata is not None:
             part = dataclasses.replace(part, common={**part.common, "content_metadata": content_metadata})
         return part
@@ -241,6 +298,7 @@ class Checkpointer:
         step: int | None = None,
         peers: Sequence[str | Path] = (),
         durable: Sequence[str | Path] = (),
+        contents: Collection[str] = CONTENTS,
         allow_unused: Callable[[str], bool] = lambda _: False,
         trusted: bool = False,
         deadline_s: float = 1800.0,
@@ -250,34 +308,53 @@ class Checkpointer:
         Args:
             step: only this one; None: the newest that is whole on all ranks.
             peers: roots of other nodes that can be read from here, where nodes have disks of their own.
-            durable: further roots, tried after the local one for each step (mounted storage; `drain` fills them).
-            allow_unused: says of a key in the checkpoint that no rank has to ask for it (weights only:
-                `lambda key: key.startswith("optimizer.")`).
+            durable: further roots, tried after the local one for each step: folders (mounted storage) or URLs, which
+                `drain` fills; if empty, the config's `durable_url`. From a URL only the ranges that are needed are
+                read, after the files that hold them were digested.
+            contents: which entries of the state dict are loaded; `("model",)` reads and proves only the files that
+                hold weights.
+            allow_unused: says of a key of these contents that no rank has to ask for it.
             trusted: unpickle objects for real instead of refusing those that are not plain data.
             deadline_s: for all ranks together.
 
         Raises:
             LoadError: none could be loaded, with the reason of each; or a rank was silent, which is named.
         """
-        from checkpoint.megatron import load_sharded, requested_keys
+        from checkpoint.megatron import load_sharded, read_object, requested_keys
 
-        found = [c for c in candidates(self.root, peers, durable) if step is None or c.step == step]
+        contents, extras = check_contents(contents), self._extras
+        wanted = select(sharded_state_dict, contents)
+        if not durable and self.config.durable_url is not None:
+            durable = [self.config.durable_url]
+        offered = candidates(self.root, peers, durable, self.config.durable_options)
+        found = [c for c in offered if step is None or c.step == step]
         self._loads += 1
         group = self._group(deadline_s)
         mates = self._mates()
         share = (mates.index(self.rank), len(mates))
+
+        def read(folder: TorchDistReader) -> tuple[dict[str, Any], dict[str, Any]]:
+            loaded = load_sharded(wanted, folder, trusted=trusted)
+            if "extra" not in contents:
+                return select(loaded, contents), {}  # without what the common state says of the others
+            return select(loaded, contents), extras.read(
+                folder.index.objects, lambda k: read_object(k, folder, trusted), loaded
+            )
+
         try:
-            chosen, state, reasons = load_best(
+            chosen, (state, mine), reasons = load_best(
                 group,
                 found,
                 f"load/{self._loads}",
                 share,
-                lambda folder: load_sharded(sharded_state_dict, folder, trusted=trusted),
-                lambda: requested_keys(sharded_state_dict),
-                allow_unused,
+                read,
+                lambda: requested_keys(wanted),
+                lambda key: "extra" in contents and extras.owns(key),
+                lambda key: section_of(key) not in contents or allow_unused(key),
             )
         finally:
             group.store.close()
+        extras.give_back(mine)
         return LoadResult(step=chosen.step, tier=chosen.tier, state=state, passed_over=tuple(reasons))
 
     def _group(self, deadline_s: float) -> LoadGroup:

@@ -16,18 +16,19 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from checkpoint.errors import CheckpointError, CoverageError, DigestError, FormatError, LoadError
+from checkpoint.durable import Durable, is_url
+from checkpoint.errors import CheckpointError, CoverageError, DigestError, FormatError, LoadError, StorageError
 from checkpoint.format.files import FileRecord, file_digest
 from checkpoint.format.folder import Fetch, TorchDistReader
 from checkpoint.layout import committed_path, committed_steps
-from checkpoint.seals import CommitRecord, read_commit
+from checkpoint.seals import CommitRecord, files_holding, read_commit
 from checkpoint.store import Store
 
-__all__ = ["Candidate", "LoadGroup", "candidates", "load_best", "open_assembled", "verify"]
+__all__ = ["Candidate", "LoadGroup", "candidates", "load_best", "open_assembled", "prove", "verify"]
 
 log = logging.getLogger("checkpoint")
 
@@ -40,25 +41,37 @@ class Candidate:
     tier: str
     roots: tuple[str, ...]
     """Roots that hold its nodes' folders; the first is this rank's own."""
+    durable: Durable | None = None
+    """Where it is, if fsspec has to open that."""
 
     def __str__(self) -> str:
         return f"step {self.step} ({self.tier})"
 
 
 def candidates(
-    root: str | Path, peers: Sequence[str | Path] = (), durable: Sequence[str | Path] = ()
+    root: str | Path,
+    peers: Sequence[str | Path] = (),
+    durable: Sequence[str | Path] = (),
+    options: Mapping[str, Any] | None = None,
 ) -> list[Candidate]:
     """Newest step first; of the same step the local one first, then those of `durable` roots, in their order.
 
-    `peers` are roots of other nodes that can be read from here, for files that lie only there.
+    `peers` are roots of other nodes that can be read from here, for files that lie only there. A `durable` root is a
+    folder or a URL, which fsspec opens with `options`; one that does not answer is logged and offers nothing.
     """
-    found = []
-    tiers = [("local", (str(root), *map(str, peers))), *((str(d), (str(d),)) for d in durable)]
-    for order, (tier, roots) in enumerate(tiers):
-        if os.path.isdir(roots[0]):
-            found += [
-                (-step, order, Candidate(step=step, tier=tier, roots=roots)) for step in committed_steps(roots[0])
-            ]
+    found: list[tuple[int, int, Candidate]] = []
+    for order, place in enumerate([root, *durable]):
+        tier, roots = ("local", (str(root), *map(str, peers))) if order == 0 else (str(place), (str(place),))
+        remote, steps = None, []
+        if is_url(place):
+            try:
+                remote = Durable(str(place), options)
+                steps = remote.steps()
+            except StorageError as e:
+                log.warning("durable storage is passed over: %s", e)
+        elif os.path.isdir(place):
+            steps = committed_steps(place)
+        found += [(-step, order, Candidate(step=step, tier=tier, roots=roots, durable=remote)) for step in steps]
     return [candidate for _, _, candidate in sorted(found, key=lambda f: f[:2])]
 
 
@@ -80,16 +93,41 @@ def _find(record: CommitRecord, folders: Mapping[str, Path]) -> dict[str, Path]:
     return found
 
 
-def verify(path: str | Path, *, share: tuple[int, int] = (0, 1), others: Sequence[Path] = (), threads: int = 4) -> int:
-    """Digest the files of a committed folder and compare them with what was sealed; returns the bytes read.
+def verify(
+    path: str | Path,
+    *,
+    share: tuple[int, int] = (0, 1),
+    others: Sequence[Path] = (),
+    threads: int = 4,
+    needs: Callable[[str], bool] | None = None,
+) -> int:
+    """As `prove`, up to the first problem, which is raised; returns the bytes read."""
+    total = 0
+    for file, problem in prove(path, share=share, others=others, threads=threads, needs=needs):
+        if problem is not None:
+            raise problem
+        total += file.nbytes
+    return total
+
+
+def prove(
+    path: str | Path,
+    *,
+    share: tuple[int, int] = (0, 1),
+    others: Sequence[Path] = (),
+    threads: int = 4,
+    needs: Callable[[str], bool] | None = None,
+) -> Iterator[tuple[FileRecord, FormatError | None]]:
+    """Digest the files of a committed folder and compare them with what was sealed: each with what is wrong with it.
 
     Args:
         path: a folder with `commit.json`.
         share: (i, n): only each n-th file, from the i-th; `metadata` files belong to everybody.
         others: folders of other nodes with the same step; without them only this node's files are expected here.
+        needs: only files that hold a key (of an object: with its shard) of which this is true; None: all.
 
     Raises:
-        DigestError: bytes differ; FormatError: a file is missing, truncated, or the record is damaged.
+        FormatError: the commit record is missing or damaged, or belongs to another attempt than that of `others`.
     """
     path = Path(path)
     try:
@@ -100,31 +138,42 @@ def verify(path: str | Path, *, share: tuple[int, int] = (0, 1), others: Sequenc
         if (attempt := read_commit(other / "commit.json").attempt) != record.attempt:
             raise FormatError(f"{path} and {other} are of different attempts ({record.attempt}, {attempt})")
     wanted = record.own_files() if not others else [f for seal in record.seals for f in seal.files]
+    if needs is not None:
+        holding = files_holding(record, needs)
+        wanted = [file for file in wanted if file.name in holding]
     work = [*record.metadata, *wanted[share[0] :: share[1]]]
     folders = [path, *others]
 
-    def check(expected: FileRecord) -> int:
+    def check(expected: FileRecord) -> tuple[FileRecord, FormatError | None]:
         place = next((folder / expected.name for folder in folders if (folder / expected.name).exists()), None)
         if place is None:
-            raise FormatError(f"{expected.name} of {path} is missing; looked in {[str(f) for f in folders]}")
+            return expected, FormatError(f"{expected.name} of {path} is missing; looked in {[str(f) for f in folders]}")
         try:
             got = file_digest(place, expected)
+        except FormatError as e:
+            return expected, e
         except OSError as e:
-            raise FormatError(f"{place} cannot be read: {e.strerror or errno.errorcode.get(e.errno or 0, e)}") from e
+            reason = e.strerror or errno.errorcode.get(e.errno or 0, str(e))
+            return expected, FormatError(f"{place} cannot be read: {reason}")
         if got.xxh3 != expected.xxh3:
-            raise DigestError(f"{place} was changed after it was sealed: xxh3 {got.xxh3}, expected {expected.xxh3}")
-        return got.nbytes
+            return expected, DigestError(
+                f"{place} was changed after it was sealed: xxh3 {got.xxh3}, expected {expected.xxh3}"
+            )
+        return expected, None
 
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        return sum(pool.map(check, work))
+        yield from pool.map(check, work)
 
 
 def open_assembled(candidate: Candidate) -> TorchDistReader:
-    """A reader of a candidate whose files may lie in the folders of several nodes; no data is moved.
+    """A reader of a candidate whose files may lie in the folders of several nodes, or behind a URL: only what is read
+    is moved.
 
     Raises:
         FormatError: as `TorchDistReader`.
     """
+    if candidate.durable is not None:
+        return candidate.durable.open(candidate.step)
     folders = _folders(candidate)
     first = committed_path(candidate.roots[0], candidate.step)
     record = read_commit(first / "commit.json")
@@ -175,9 +224,13 @@ def load_best(
     share: tuple[int, int],
     read: Callable[[TorchDistReader], Any],
     requested: Callable[[], set[str]],
+    reads_too: Callable[[str], bool],
     allow_unused: Callable[[str], bool],
 ) -> tuple[Candidate, Any, list[str]]:
     """Load the best candidate on all ranks: (which, what `read` returned, reasons why better ones were passed over).
+
+    Only files are proved that hold a key which some rank has `requested`, or which `reads_too` is true of. Every other
+    key must be one that `allow_unused`.
 
     Raises:
         LoadError: none is whole on all ranks; lists every one with its reason. Or a rank was silent.
@@ -191,7 +244,7 @@ def load_best(
     for number, key in enumerate(order):
         mine = own.get((int(key[0]), str(key[1])))
         label = f"step {key[0]} ({key[1]})"
-        reason = "not there" if mine is None else _prove(mine, share)
+        reason = "not there" if mine is None else _proof(mine, share, group, lambda k: k in used or reads_too(k))
         votes = group.all_say(f"{prefix}/{number}/whole", reason)
         bad = {rank: vote for rank, vote in enumerate(votes) if vote}
         result = None
@@ -200,7 +253,7 @@ def load_best(
             try:
                 with open_assembled(mine) as folder:
                     unused = sorted((folder.index.tensors.keys() | folder.index.objects.keys()) - used)
-                    unused = [k for k in unused if not allow_unused(k)]
+                    unused = [k for k in unused if not reads_too(k) and not allow_unused(k)]
                     if unused:
                         raise CoverageError(
                             f"{len(unused)} keys of the checkpoint are asked for by no rank and would be dropped: "
@@ -220,13 +273,18 @@ def load_best(
     raise LoadError(f"no checkpoint could be loaded:\n  {text}")
 
 
-def _prove(candidate: Candidate, share: tuple[int, int]) -> str:
+def _proof(candidate: Candidate, share: tuple[int, int], group: LoadGroup, needs: Callable[[str], bool]) -> str:
+    """Why it is not whole; empty if it is, as far as this rank's share goes."""
     try:
+        if candidate.durable is not None:
+            # Everybody sees the same storage: all ranks share one proof.
+            candidate.durable.verify(candidate.step, share=(group.rank, group.world_size), needs=needs)
+            return ""
         folders = _folders(candidate)
         own = folders.pop(candidate.roots[0], None)
         if own is None:
             return f"{candidate.roots[0]} has no commit record of it"
-        verify(own, share=share, others=list(folders.values()))
+        verify(own, share=share, others=list(folders.values()), needs=needs)
     except CheckpointError as e:
         return f"{type(e).__name__}: {e}"
     return ""

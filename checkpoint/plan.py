@@ -15,11 +15,18 @@ from typing import Any
 
 import torch
 
+from checkpoint.contents import section_of
 from checkpoint.errors import ConfigError
 from checkpoint.format.saved import dump_object
 
 __all__ = ["Plan", "Shard", "State", "digest_common", "make_plan"]
 
+RECORD_BYTES = 2048
+"""More than the frame of a record and its entry in its rank's seal take on disk."""
+INDEX_BYTES = 1024
+"""More than a record of any rank takes in a node's `commit.json` and `.metadata`."""
+RANK_BYTES = 64 << 10
+"""More than a rank's files take beside their records, rounded up to pages."""
 ALIGN = 64
 
 
@@ -51,6 +58,8 @@ class State:
     shards: Sequence[Shard]
     objects: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     common: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    replicas: Sequence[str] = ()
+    """Names (`checkpoint.replicas.shard_id`) of boxes that this rank holds, too, and another one saves."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +84,7 @@ def make_plan(state: State, *, rank: int, num_files: int, staging_bytes: int | N
     """Lay out a state.
 
     Args:
-        num_files: largest number of files; small states take one.
+        num_files: largest number of files of weights, and of everything else; small states take one in all.
         staging_bytes: memory that there is (None: as much as needed); if the state is larger, it is staged in parts.
 
     Raises:
@@ -103,11 +112,7 @@ def make_plan(state: State, *, rank: int, num_files: int, staging_bytes: int | N
         items.append({"kind": kind, "key": key, "nbytes": len(record)})
         sources.append(record)
     nbytes = sum(item["nbytes"] for item in items)
-    num_files = max(1, min(num_files, nbytes >> 20))
-    loads = [0] * num_files
-    for item in sorted(items, key=lambda item: -item["nbytes"]):
-        item["file"] = loads.index(min(loads))
-        loads[item["file"]] += item["nbytes"]
+    num_files = _choose_files(items, num_files)
     needed = sum(_aligned(item["nbytes"]) for item in items)
     if staging_bytes is None or needed <= staging_bytes:
         batches, size = _fill(items, needed), needed
@@ -122,6 +127,30 @@ def make_plan(state: State, *, rank: int, num_files: int, staging_bytes: int | N
         batches, size = _fill(items, half), staging_bytes
         batches = [[(i, offset + half * (k % 2)) for i, offset in batch] for k, batch in enumerate(batches)]
     return Plan(items=items, sources=sources, batches=batches, num_files=num_files, nbytes=nbytes, staging_bytes=size)
+
+
+def _choose_files(items: list[dict[str, Any]], num_files: int) -> int:
+    """Give every item a file, and return how many there are.
+
+    Weights lie in files of their own, so that loading only them proves and reads only these.
+    """
+    weights = [item for item in items if section_of(item["key"]) == "model" and item["kind"] != "common"]
+    chosen = {id(item) for item in weights}
+    rest = [item for item in items if id(item) not in chosen]
+    groups = [weights, rest] if min(_total(weights), _total(rest)) >= 1 << 20 else [items]
+    first = 0
+    for group in groups:
+        loads = [0] * max(1, min(num_files, _total(group) >> 20))
+        for item in sorted(group, key=lambda item: -item["nbytes"]):
+            number = loads.index(min(loads))
+            item["file"] = first + number
+            loads[number] += item["nbytes"]
+        first += len(loads)
+    return first
+
+
+def _total(items: list[dict[str, Any]]) -> int:
+    return sum(item["nbytes"] for item in items)
 
 
 def _aligned(nbytes: int) -> int:

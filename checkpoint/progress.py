@@ -43,6 +43,8 @@ class Job:
     num_files: int
     nbytes: int
     common: dict[str, str]
+    replicas: list[str]
+    basis: str
     retention: Retention
     keep_aborted: bool
     protect: list[int]
@@ -52,7 +54,18 @@ class Job:
 
     @classmethod
     def from_command(cls, command: dict[str, Any], plan: dict[str, Any]) -> Job:
-        names = ("attempt", "step", "end", "stall_s", "grace_s", "common", "keep_aborted", "protect")
+        names = (
+            "attempt",
+            "step",
+            "end",
+            "stall_s",
+            "grace_s",
+            "common",
+            "replicas",
+            "basis",
+            "keep_aborted",
+            "protect",
+        )
         order = {name: command[name] for name in names}
         return cls(**order, **plan, retention=Retention(**command["retention"]))
 
@@ -131,17 +144,18 @@ class Progress:
             time.sleep(ALIVE_EVERY_S)
 
     def _report(self) -> None:
-        beat = 0
-        try:
-            while True:
-                self._wake.wait()
-                job = self._job
-                if job is not None:
+        beat, silent = 0, None
+        while True:
+            self._wake.wait()
+            job = self._job
+            try:
+                if job is not None and job is not silent:
                     beat += 1
                     self._store.set(f"progress/{self.rank}", {**self._of(job), "beat": beat})
                     if self._phase() == "write" and self._store.has(f"{job.attempt}/verdict"):
                         self._decided = True
-                time.sleep(REPORT_EVERY_S)
-        except CheckpointError as e:
-            # The main thread meets the same loss at its next question and reports it.
-            sys.stderr.write(f"checkpoint writer of rank {self.rank}: no longer reports progress: {e}\n")
+            except CheckpointError as e:
+                # The main thread meets the same loss at its next question, and tries again with the next attempt.
+                sys.stderr.write(f"checkpoint writer of rank {self.rank}: reports no progress: {e}\n")
+                silent = job
+            time.sleep(REPORT_EVERY_S)

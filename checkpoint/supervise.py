@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from checkpoint.bar import Bar
 from checkpoint.config import SaveConfig
 from checkpoint.drain import DrainQueue
 from checkpoint.errors import CheckpointError, SaveError, StoreLost, WriterLost
@@ -26,6 +27,7 @@ from checkpoint.events import SaveEvent, SaveHandle
 from checkpoint.layout import committed_path
 from checkpoint.plan import Plan
 from checkpoint.process import WriterProcess
+from checkpoint.replicas import Share
 from checkpoint.staging import (
     ALIVE_NS,
     BATCHES_STAGED,
@@ -36,7 +38,7 @@ from checkpoint.staging import (
     PROGRESS_NS,
     Staging,
 )
-from checkpoint.store import Store
+from checkpoint.store import REPLY_TIMEOUT_S, Store
 from checkpoint.vote import Culprit, decide_abort, describe, read_verdict, report_failure
 
 __all__ = ["InFlight", "Supervisor"]
@@ -53,12 +55,16 @@ class InFlight:
     handle: SaveHandle
     plan: Plan
     common: dict[str, str]
+    replicas: list[str]
+    basis: str
     end: float
     attempt: str
     tries: int = 0
     sealed: bool = False
     lost: str | None = None
     """Why this rank's part is over, if its caller found that out."""
+    share: Share = dataclasses.field(default_factory=Share)
+    """What this rank writes of the next save, once this one is committed."""
 
 
 class Supervisor:
@@ -82,6 +88,9 @@ class Supervisor:
         self._undrained: dict[int, SaveHandle] = {}
         self._drains: DrainQueue | None = None
         self.closing = False
+        self.share = Share()
+        """What this rank writes of the next save, of the shards that several hold."""
+        self._bar = Bar(enabled=config.progress and self._rank == 0)
         self._writer: WriterProcess | None = WriterProcess(start)
         # Who shares which folder does not change; successors need not find it out again.
         self.places = {name: self._writer.ready[name] for name in ("nodes", "hosts")}
@@ -169,7 +178,8 @@ class Supervisor:
         with self._changed:
             self.closing = True
             self._changed.notify_all()
-        self._thread.join(10)
+        if self._thread.is_alive():
+            self._thread.join(10)
         if self._drains is not None:
             self._drains.stop()
         if self._writer is not None:
@@ -195,6 +205,8 @@ class Supervisor:
             grace_s=config.grace_s,
             plan=None if writer.plan == plan.structure else layout,
             common=active.common,
+            replicas=active.replicas,
+            basis=active.basis,
             retention=dataclasses.asdict(config.retention),
             keep_aborted=config.keep_aborted,
             # Only the one that is being read: durable storage that is down must not fill the local disk.
@@ -218,6 +230,7 @@ class Supervisor:
                     self._conclude(active, event)
             active = self._active
             if active is not None:
+                self._show(active)
                 if not active.sealed and self._phase() in PHASES[PHASES.index("vote") :]:
                     self._seal(active)
                 if (reason := self._trouble(active, writer)) is not None:
@@ -225,6 +238,12 @@ class Supervisor:
             elif writer.dead and not self.closing:
                 log.warning("the idle writer of rank %d %s; it is replaced", self._rank, writer.fate())
                 self._drop(writer)
+
+    def _show(self, active: InFlight) -> None:
+        assert self._staging is not None
+        # The framing of the records is written, too, but it is not what the total counts.
+        active.handle.bytes_done = min(int(self._staging.header[BYTES_DONE]), active.handle.nbytes)
+        self._bar.show(active.handle)
 
     def _phase(self) -> str:
         return PHASES[self._staging.header[PHASE]] if self._staging is not None else "idle"
@@ -251,7 +270,8 @@ class Supervisor:
         since_progress = now - staging.header[PROGRESS_NS] / 1e9
         if phase == "write" and staged and since_progress > self._config.stall_s:
             return f"its writer (pid {writer.pid}) has written nothing for {since_progress:.1f} s"
-        if now > active.end + 3 * self._config.grace_s:
+        # It may itself be waiting for a store that does not answer, which is not its fault.
+        if now > active.end + REPLY_TIMEOUT_S + 3 * self._config.grace_s:
             return f"its writer (pid {writer.pid}) did not end {now - active.end:.1f} s after the deadline"
         return None
 
@@ -273,8 +293,10 @@ class Supervisor:
         )
 
     def _conclude(self, active: InFlight, result: dict[str, Any]) -> None:
-        active.handle.result = {k: v for k, v in result.items() if k not in ("event", "culprits", "outcome", "attempt")}
+        told = ("event", "culprits", "outcome", "attempt", "share")
+        active.handle.result = {k: v for k, v in result.items() if k not in told}
         if result["outcome"] == "committed":
+            active.share = Share.from_json(result["share"])
             self._end(active, "committed", ())
             return
         self._failed(active, [Culprit(**c) for c in result["culprits"]], retry=result["outcome"] == "aborted")
@@ -301,8 +323,12 @@ class Supervisor:
         if state == "committed":
             self._seal(active)
             active.handle.path = committed_path(self._root, active.handle.step)
+            active.handle.bytes_done = active.handle.nbytes  # small saves end before they are looked at
+        self._bar.end()
         with self._changed:
             active.handle.culprits = culprits
+            # After a failure everybody begins anew with the main replicas.
+            self.share = active.share if state == "committed" else Share()
             active.handle.state = state
             self.events.append(SaveEvent(kind=state, step=active.handle.step, handle=active.handle))
             if state == "committed" and self._drains is not None:
@@ -341,7 +367,10 @@ class Supervisor:
                 verdict = decide_abort(store, active.attempt, [culprit])
         except StoreLost as e:
             self._client = None
-            self._failed(active, [culprit, self._culprit(active, str(e))], retry=False)
+            store_lost = self._culprit(active, str(e))
+            if self._start["rank_0_hosts"]:
+                store_lost = dataclasses.replace(store_lost, rank=0, host=self.places["hosts"]["0"])
+            self._failed(active, [culprit, store_lost], retry=False)
             return
         committed, culprits = read_verdict(verdict)
         # The successor is started before the outcome is told, so that the next save finds it.
@@ -365,7 +394,9 @@ class Supervisor:
                 writer.send("finish", grace_s=config.grace_s, **order)
                 end = time.monotonic() + 2 * config.grace_s
                 while time.monotonic() < end and not writer.dead:
-                    if any(e["event"] == "finished" for e in writer.events(end - time.monotonic())):
+                    said = [e for e in writer.events(end - time.monotonic()) if e["event"] == "finished"]
+                    if said:
+                        finish.share = Share.from_json(said[0]["share"]) if said[0]["share"] else Share()
                         break
             with self._changed:
                 if self._staging is not None:

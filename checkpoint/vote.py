@@ -127,6 +127,13 @@ def _collect_seals(
         pause = min(pause * 1.5, 0.02)
     values = store.get_all([f"{attempt}/seal/{rank}" for rank in range(world_size)])
     seals = [Seal.from_json(value, f"seal of rank {rank}") for rank, value in enumerate(values)]
+    if other := [seal for seal in seals if seal.basis != seals[0].basis]:
+        why = "spread its replicas by {!r}, rank 0 by {!r}: one of them has not seen that save end"
+        errors = [why.format(seal.basis, seals[0].basis) for seal in other]
+        return [], [
+            Culprit(rank=seal.rank, host=seal.host, phase="decide", error=error)
+            for seal, error in zip(other, errors, strict=True)
+        ]
     try:
         index_from_seals(seals)
     except CoverageError as e:
@@ -187,9 +194,12 @@ class Ballot:
         store.count(f"{attempt}/prepared", 1)
         if culprits := self._await_prepared():
             return decide_abort(store, attempt, culprits)
+        replicated = any(seal.replicas for seal in seals)
         differs = {str(k): v[:20] for k, v in common_differences(seals).items()}
         self.decided_after_s = time.monotonic() - all_sealed
-        verdict = store.decide(f"{attempt}/verdict", {"commit": seals[0].step, "common_differs": differs})
+        verdict = store.decide(
+            f"{attempt}/verdict", {"commit": seals[0].step, "common_differs": differs, "replicated": replicated}
+        )
         assert isinstance(verdict, dict)
         return verdict
 

@@ -26,16 +26,22 @@ from typing import Any
 import torch
 
 from checkpoint.attempt import AttemptFolder
-from checkpoint.errors import CheckpointError
+from checkpoint.errors import CheckpointError, StoreLost
 from checkpoint.format.files import put_file
 from checkpoint.format.index import Index, dump_metadata
+from checkpoint.layout import committed_path, remove_older_attempts
 from checkpoint.progress import Job, Progress, _Aborted
+from checkpoint.replicas import Share, share_of
 from checkpoint.retention import prune
+from checkpoint.seals import read_commit
 from checkpoint.staging import Staging
 from checkpoint.store import Store
-from checkpoint.vote import Ballot, decide_abort, dump, read_verdict, report_failure
+from checkpoint.vote import Ballot, Culprit, decide_abort, dump, read_verdict, report_failure
 
 __all__ = ["main"]
+
+NICE = 10
+"""Training goes first: on a busy machine the writer of a rank that staged early must not hold up the others' copies."""
 
 
 class _Writer:
@@ -45,7 +51,10 @@ class _Writer:
         self.rank, self.world_size = int(start["rank"]), int(start["world_size"])
         self.host = socket.gethostname()
         self.store = Store(start["store"], start["run_id"] + "/")
+        self._rank_0_hosts = bool(start["rank_0_hosts"])
         self._plan: dict[str, Any] = {}
+        self._untidy: str | None = None
+        """The last attempt that was committed, until its leftovers are known to be gone."""
         self.nodes: dict[int, int]
         self.hosts: dict[int, str]
         if start["nodes"] is None:
@@ -119,10 +128,35 @@ class _Writer:
         self.progress.begin(job)
         try:
             result = self._attempt(job)
+            self.progress.enter("finished")
+            self.tell({"event": "result", "attempt": job.attempt, "times": job.times, **result})
+            if result["outcome"] == "committed":
+                # After the word: deleting a checkpoint can take as long as writing one.
+                self._tidy(job)
         finally:
             self.progress.end()
-        self.progress.enter("finished")
-        self.tell({"event": "result", "attempt": job.attempt, "times": job.times, **result})
+
+    def _tidy(self, job: Job) -> None:
+        """Delete what the commit made superfluous. The node's other ranks write nothing before that is done."""
+        self._untidy = job.attempt
+        if not self.leader:
+            return
+        try:
+            prune(self.root, job.retention, job.protect)
+            if not job.keep_aborted:
+                remove_older_attempts(self.root, job.attempt)
+            self.store.set(f"tidy/{self.node}", job.attempt)
+        except (CheckpointError, OSError) as e:
+            sys.stderr.write(f"checkpoint writer of rank {self.rank}: step {job.step} is committed, but {e}\n")
+
+    def _await_tidy(self, job: Job) -> None:
+        """So that a root never holds more than it promised. A dead leader is not waited for longer than the grace."""
+        end = min(time.monotonic() + job.grace_s, job.end)
+        while self._untidy is not None and not self.leader and time.monotonic() < end:
+            if self.store.get(f"tidy/{self.node}") == self._untidy:
+                break
+            time.sleep(0.005)
+        self._untidy = None
 
     def finish(self, command: dict[str, Any]) -> None:
         """A predecessor died around the verdict: end its attempt as the verdict says."""
@@ -134,34 +168,60 @@ class _Writer:
             self.store.set(f"{attempt}/published/{self.node}", 1)
         elif verdict is not None and not read_verdict(verdict)[0] and not command["keep_aborted"]:
             folder.discard()
-        self.tell({"event": "finished", "attempt": attempt})
+        share = self._share(command["step"], verdict) if verdict is not None and read_verdict(verdict)[0] else None
+        self.tell({"event": "finished", "attempt": attempt, "share": share})
+
+    def _share(self, step: int, verdict: Any) -> dict[str, Any]:
+        """What this rank's trainer has to write of the next save."""
+        if verdict.get("replicated", True):
+            try:
+                record = read_commit(committed_path(self.root, step) / "commit.json")
+                return share_of(record, self.rank).to_json()
+            except (OSError, CheckpointError) as e:
+                # The next save then ends with a verdict that names this rank, and all begin anew.
+                sys.stderr.write(
+                    f"checkpoint writer of rank {self.rank}: replicas of step {step} are not spread: {e}\n"
+                )
+        return Share().to_json()
 
     # An attempt
 
     def _attempt(self, job: Job) -> dict[str, Any]:
         folder = self._folder(job.step, job.attempt)
         try:
+            self.store.revive()
             verdict = self.store.get(f"{job.attempt}/verdict")
             if verdict is None:
+                self._await_tidy(job)
                 verdict = self._seal_and_vote(job, folder)
         except _Aborted:
             verdict = self.store.get(f"{job.attempt}/verdict")
         except CheckpointError as e:
             # Of the store: what is sealed stays on disk, where `rebuild` finds it.
-            return self._unknown(job, e)
+            return self._unknown(job, folder, e)
         try:
             committed, culprits = read_verdict(verdict)
             if committed:
-                return self._publish(job, folder)
+                return self._publish(job, folder, verdict)
             if not job.keep_aborted:
                 folder.discard()
             return {"outcome": "aborted", "culprits": [dataclasses.asdict(c) for c in culprits]}
         except (CheckpointError, OSError) as e:
-            return self._unknown(job, e)
+            return self._unknown(job, folder, e)
 
-    def _unknown(self, job: Job, error: Exception) -> dict[str, Any]:
+    def _unknown(self, job: Job, folder: AttemptFolder, error: Exception) -> dict[str, Any]:
+        end = time.monotonic() + job.grace_s
+        while isinstance(error, StoreLost) and time.monotonic() < end:
+            # Without the store the disk can still tell: the leader may have learnt the verdict just in time.
+            if folder.is_committed():
+                return self._committed(job, sorted(set(self.nodes.values()) - {self.node}), {})
+            time.sleep(0.05)
         text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        return {"outcome": "unknown", "culprits": [dataclasses.asdict(self.progress.culprit(job, text))]}
+        culprit = self.progress.culprit(job, text)
+        if isinstance(error, StoreLost) and self._rank_0_hosts:
+            # Whoever notices it is not the one to look at.
+            culprit = Culprit(rank=0, host=self.hosts[0], phase=culprit.phase, error=text)
+        return {"outcome": "unknown", "culprits": [dataclasses.asdict(culprit)]}
 
     def _seal_and_vote(self, job: Job, folder: AttemptFolder) -> Any:
         ballot = Ballot(self.store, job.attempt, self.nodes, self.hosts, end=job.end, grace_s=job.grace_s)
@@ -194,28 +254,39 @@ class _Writer:
             return verdict
         return ballot.follow(self.node, prepare) if self.leader else ballot.await_verdict()
 
-    def _publish(self, job: Job, folder: AttemptFolder) -> dict[str, Any]:
+    def _publish(self, job: Job, folder: AttemptFolder, verdict: Any) -> dict[str, Any]:
         self.progress.enter("publish")
         if self.leader:
             folder.commit()
-            self.store.set(f"{job.attempt}/published/{self.node}", 1)
-        end = max(job.end, time.monotonic()) + job.grace_s
-        nodes = sorted(set(self.nodes.values()))
-        late = [n for n in nodes if self.store.wait(f"{job.attempt}/published/{n}", end, poll_s=0.01) is None]
-        if self.rank == 0 and not late:
-            old = [f"{job.attempt}/seal/{rank}" for rank in range(self.world_size)]
-            self.store.forget([*old, f"{job.attempt}/common"])
+        late = self._await_published(job)
         job.times["committed_s"] = time.monotonic() - job.began
-        verdict = self.store.get(f"{job.attempt}/verdict")
-        removed = prune(self.root, job.retention, job.protect) if self.leader else []
+        return self._committed(job, late, verdict)
+
+    def _committed(self, job: Job, late: list[int], verdict: Any) -> dict[str, Any]:
         return {
             "outcome": "committed",
             "culprits": [],
             "late_nodes": [f"node of rank {n} on {self.hosts[n]}" for n in late],
             "common_differs": verdict.get("common_differs", {}),
-            "removed": removed,
             "nbytes": job.nbytes,
+            "share": self._share(job.step, verdict),
         }
+
+    def _await_published(self, job: Job) -> list[int]:
+        """Nodes whose folder has not got its final name yet. It will: the verdict stands, with or without the store."""
+        nodes = sorted(set(self.nodes.values()))
+        end = max(job.end, time.monotonic()) + job.grace_s
+        try:
+            if self.leader:
+                self.store.set(f"{job.attempt}/published/{self.node}", 1)
+            late = [n for n in nodes if self.store.wait(f"{job.attempt}/published/{n}", end, poll_s=0.01) is None]
+            if self.rank == 0 and not late:
+                old = [f"{job.attempt}/seal/{rank}" for rank in range(self.world_size)]
+                self.store.forget([*old, f"{job.attempt}/common"])
+        except StoreLost as e:
+            sys.stderr.write(f"checkpoint writer of rank {self.rank}: step {job.step} is committed, and {e}\n")
+            return [n for n in nodes if not (self.leader and n == self.node)]
+        return late
 
 
 def _receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
@@ -235,6 +306,7 @@ def main() -> None:
     """Serve the trainer at the other end of the socket given as the only argument."""
     # Ctrl-C goes to the whole group of processes; the trainer decides what becomes of the save.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(NICE)
     torch.set_num_threads(1)
     torch.serialization.set_crc32_options(False)
     channel = socket.socket(fileno=int(sys.argv[1]))

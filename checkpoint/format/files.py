@@ -88,7 +88,7 @@ class RecordFile:
         before, after = tensor_frame(tuple(tensor.shape), tensor.dtype)
         self.write(before)
         if tensor.numel():
-            self.write(memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()))
+            self.write(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
         self.write(after)
         return start, self.nbytes - start
 

@@ -11,8 +11,9 @@ import torch
 from checkpoint.errors import CoverageError, FormatError
 from checkpoint.format.folder import TorchDistReader
 from checkpoint.format.unpickle import Foreign
+from checkpoint.megatron.probe import require_core
 
-__all__ = ["load_sharded", "requested_keys"]
+__all__ = ["load_sharded", "read_object", "requested_keys"]
 
 
 def requested_keys(sharded_state_dict: dict[str, Any]) -> set[str]:
@@ -25,6 +26,7 @@ def requested_keys(sharded_state_dict: dict[str, Any]) -> set[str]:
 
 
 def _prepare(sharded_state_dict: dict[str, Any]) -> tuple[Any, Any, Any]:
+    require_core()
     from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
     from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
@@ -55,7 +57,7 @@ def load_sharded(
     def fill(part: Any) -> Any:
         if isinstance(part, ShardedTensor):
             return _read_tensor(part, folder)
-        return _read_object(part.unique_key, folder, trusted)
+        return read_object(part.unique_key, folder, trusted)
 
     dict_list_map_inplace(fill, sharded)
     common = _trusted(folder.read_common_record()) if trusted else folder.common()
@@ -91,17 +93,31 @@ def _read_tensor(part: Any, folder: TorchDistReader) -> torch.Tensor:
     return data
 
 
-def _read_object(key: str, folder: TorchDistReader, trusted: bool) -> Any:
+def read_object(key: str, folder: TorchDistReader, trusted: bool) -> Any:
+    """An object of a folder. Raises FormatError: it is no plain data, and not `trusted`."""
+    name, _, part = key.partition("/shard_")
+    others = [k.partition("/shard_")[2] for k in folder.index.objects if k.startswith(f"{name}/shard_")]
+    if key not in folder.index.objects and others:
+        raise CoverageError(
+            f"{folder.path} has {name!r} as a grid of {_grid(others[0])} parts, the model asks for {_grid(part)}: such "
+            "an object is bound to the layout that saved it; leave it out of the request (`allow_unused`), or load "
+            "in that layout"
+        )
     if trusted:
         values = _trusted(folder.read_record(key))
     else:
         values = folder.read_object(key)
-        if (name := _foreign(values)) is not None:
+        if (kind := _foreign(values)) is not None:
             raise FormatError(
-                f"object {key!r} of {folder.path} is or holds a {name}, which is not plain data: if the file is yours, "
+                f"object {key!r} of {folder.path} is or holds a {kind}, which is not plain data: if the file is yours, "
                 "load with trusted=True"
             )
     return values[0] if isinstance(values, list) and len(values) == 1 else values
+
+
+def _grid(part: str) -> str:
+    """Of "0.1_2.2": "2 x 2"."""
+    return part.rpartition("_")[2].replace(".", " x ")
 
 
 def _foreign(value: Any) -> str | None:

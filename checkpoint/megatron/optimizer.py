@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from checkpoint.errors import ConfigError
+from checkpoint.megatron.probe import require_core, require_optimizer
 
 __all__ = ["boxes", "optimizer_state"]
 
@@ -69,6 +70,7 @@ def optimizer_state(
     Raises:
         ConfigError: the model state misses a parameter, or splits one in a way that is not contiguous.
     """
+    require_core()
     chain = getattr(optimizer, "chained_optimizers", None)
     if chain is None:
         return _single(optimizer, model_state, metadata)
@@ -89,6 +91,7 @@ def optimizer_state(
 def _single(optimizer: Any, model_state: Mapping[str, Any], metadata: Mapping[str, Any] | None) -> Any:
     if not hasattr(optimizer, "gbuf_ranges"):
         return optimizer.sharded_state_dict(model_state, metadata=dict(metadata or {}))
+    require_optimizer(optimizer)
     from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
@@ -103,7 +106,8 @@ def _single(optimizer: Any, model_state: Mapping[str, Any], metadata: Mapping[st
                 "parameters as data (state_dict(keep_vars=True))"
             )
         for name, tensor in optimizer._get_main_param_and_optimizer_states(parameter).items():
-            if name != "step":
+            # The step is kept in the parameter groups; Transformer Engine keeps flags beside its tensors.
+            if name != "step" and isinstance(tensor, torch.Tensor):
                 pieces += _pieces(part, name, tensor.detach().view(-1), start, end, optimizer)
     state = optimizer.state_dict()
     state["param_state"] = dict(enumerate(pieces))

@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from checkpoint.errors import ConfigError
+from checkpoint.megatron.probe import require_core
 from checkpoint.plan import Shard, State
+from checkpoint.replicas import Share, shard_id
 
 __all__ = ["state_from_sharded"]
 
 
-def state_from_sharded(sharded_state_dict: dict[str, Any]) -> State:
-    """This rank's part: the shards and objects of which it holds the main replica.
+def state_from_sharded(sharded_state_dict: dict[str, Any], share: Share | None = None) -> State:
+    """This rank's part: the shards and objects of which it holds the main replica, or those of its `share`.
 
     The dict itself is not changed. Stock validation, which gathers the metadata of all ranks, is not run: the verdict
     checks the seals instead.
@@ -19,6 +21,7 @@ def state_from_sharded(sharded_state_dict: dict[str, Any]) -> State:
     Raises:
         ConfigError: a shard in a format that Megatron-Core dropped (flattened ranges), or without data.
     """
+    require_core()
     from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
     from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
@@ -28,13 +31,23 @@ def state_from_sharded(sharded_state_dict: dict[str, Any]) -> State:
     sharded, common = save_preprocess(copied, validate_access_integrity=False)
     shards: list[Shard] = []
     objects: dict[str, list[Any]] = {}
+    written: set[tuple[str, tuple[int, ...]]] = set()
+    held: dict[str, None] = {}
     for part in nested_values(sharded):
-        if not is_main_replica(part.replica_id):
-            continue
+        main = is_main_replica(part.replica_id)
         if not isinstance(part, ShardedTensor):
-            # Megatron's reader expects a list under each key.
-            objects.setdefault(part.unique_key, []).append(part.data)
+            if main:
+                # Megatron's reader expects a list under each key.
+                objects.setdefault(part.unique_key, []).append(part.data)
             continue
+        place = (part.key, tuple(part.global_offset))
+        if not (main if share is None else share.writes(*place, main=main)):
+            if share is not None:
+                held[shard_id(*place)] = None
+            continue
+        if place in written and share is not None and share.basis:
+            continue  # tied parameters: this rank holds two replicas
+        written.add(place)
         if getattr(part, "flattened_range", None) is not None:
             raise ConfigError(
                 f"{part.key} has a flattened range, which no current Megatron-Core loads: use the fully reshardable or "
@@ -51,4 +64,6 @@ def state_from_sharded(sharded_state_dict: dict[str, Any]) -> State:
                 shape=(1,) * part.prepend_axis_num + tuple(part.local_shape),
             )
         )
-    return State(shards=shards, objects=objects, common=common)
+    if held:
+        held = dict.fromkeys(held.keys() - {shard_id(*place) for place in written})
+    return State(shards=shards, objects=objects, common=common, replicas=tuple(sorted(held)))

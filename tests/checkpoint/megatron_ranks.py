@@ -57,12 +57,27 @@ class Trainer:
         return self.chunks[0].module
 
 
-def make(tp=1, pp=1, distributed=False, steps=2, seed=0):
+MOE = {
+    **TINY,
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
+def make(tp=1, pp=1, ep=1, distributed=False, steps=2, seed=0):
     from weightsync.bench.megatron import build_model, make_optimizer, train_step
 
+    # Megatron's own experts: the grouped ones come from Transformer Engine, their stand-in on the CPU cannot be saved.
+    config, how = (MOE, {"ep": ep, "experts": "sequential"}) if ep > 1 else (TINY, {})
     # No two saves at the same values: the seed differs for what is to be overwritten by a load.
     chunks = build_model(
-        TINY, tp=tp, pp=pp, dtype=torch.bfloat16, ddp={"use_distributed_optimizer": distributed}, seed=seed
+        config, tp=tp, pp=pp, dtype=torch.bfloat16, ddp={"use_distributed_optimizer": distributed}, seed=seed, **how
     )
     trainer = Trainer(chunks, make_optimizer(chunks))
     for step in range(steps):
@@ -70,11 +85,11 @@ def make(tp=1, pp=1, distributed=False, steps=2, seed=0):
     return trainer
 
 
-def state_dict(trainer, *, fmt=None, loading=False, ours=False, rng=True):
+def state_dict(trainer, *, fmt=None, loading=False, ours=False, rng=True, metadata=None):
     from megatron.core import parallel_state as ps
     from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject
 
-    metadata = {"dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True)}
+    metadata = {"dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True), **(metadata or {})}
     if fmt:
         metadata["distrib_optim_sharding_type"] = fmt
         if loading:
@@ -143,6 +158,13 @@ def stock_save(trainer, path, **how):
     dist.barrier()
 
 
+def own_steps(trainer):
+    """Without Transformer Engine, Megatron-Core gives all parameters one tensor as step: each would count it up."""
+    for part in getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer]):
+        for state in part.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+
 def reload(path, *, ours, same, fmt=None, **layout):
     """A fresh trainer with other weights, loaded from `path` by stock Megatron-Core or by `load_sharded`."""
     from megatron.core import dist_checkpointing as dc
@@ -160,10 +182,7 @@ def reload(path, *, ours, same, fmt=None, **layout):
         loaded = dc.load(state, str(path))
     trainer.module.load_state_dict(loaded["model"])
     trainer.optimizer.load_state_dict(loaded["optimizer"])
-    # Without Transformer Engine, Megatron-Core gives all parameters one tensor as their step: each would count it up.
-    for part in getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer]):
-        for state in part.optimizer.state.values():
-            state["step"] = state["step"].clone()
+    own_steps(trainer)
     assert loaded["local"] == dist.get_rank()
     assert loaded["iteration"] == 5
     return trainer
@@ -218,6 +237,8 @@ CASES = {
     "pp2 plain": {"layout": P2, "loads": [(P2, True), (T2, False)]},
     "dp2 gathered": {"layout": {}, "fmt": "fully_reshardable", "ours": False, "loads": [({}, True)]},
     "dp2 distributed": {"layout": {}, "fmt": "fully_reshardable", "loads": [({}, True), (T2, False), (P2, False)]},
+    # Two distributed optimizers in a chain: the dense parameters' and the experts'.
+    "ep2 chained": {"layout": {"ep": 2}, "fmt": "fully_reshardable", "loads": [({"ep": 2}, True)]},
     "tp2 dp_reshardable": {"layout": T2, "fmt": "dp_reshardable", "ours": False, "loads": [(T2, True)]},
     "tp2pp2 plain": {"layout": {**T2, **P2}, "loads": [({**T2, **P2}, True), ({}, False), ({"pp": 4}, False)]},
     "tp2dp2 distributed": {
@@ -270,6 +291,80 @@ def save_and_load(checkpointer, step, root, *, layout, loads, fmt=None, ours=Tru
                 entry["losses equal"] = losses(again, 2, first=10) == after
             found["loads"].append(entry)
     dist.barrier()
+    return found
+
+
+def contents(rank, world_size, root):
+    """What several hold is spread from the second save on; weights alone; registered state of the user's own."""
+    from megatron.core import dist_checkpointing as dc
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    from checkpoint.errors import LoadError
+
+    numel = 1 << 19
+
+    def part(fill):
+        def tensor(key, at):
+            data = torch.arange(numel, dtype=torch.float32) + at if fill else torch.zeros(numel)
+            # Data-parallel replicas of the weights; the optimizer's state is split.
+            if key.startswith("optimizer"):
+                return ShardedTensor.from_rank_offsets(key, data, (0, rank, world_size))
+            return ShardedTensor.from_rank_offsets(key, data, replica_id=rank)
+
+        weights = {f"w{i}": tensor(f"w{i}", i) for i in range(4)}
+        return {"model": weights, "optimizer": {"m": tensor("optimizer.state.exp_avg.w", 100 * rank)}, "iteration": 3}
+
+    def good(state, names=("model", "optimizer")):
+        want = part(True)
+        return all(torch.equal(state[n][k], v.data) for n in names for k, v in want[n].items())
+
+    found, given = {}, {}
+    with Checkpointer(root, rank=rank, world_size=world_size, config=SaveConfig(deadline_s=40)) as c:
+        c.register("data", save=lambda: {"at": 10 + rank}, load=lambda v: given.update(data=v))
+        c.register("curriculum", save=lambda: [1, 2], load=lambda v: given.update(curriculum=v), shared=True)
+        for step in (1, 2, 3):
+            handle = c.save(step, part(True))
+            c.wait()
+            assert handle.state == "committed", handle.error
+            found["bytes", step] = handle.nbytes
+        loaded = c.load(part(False))
+        found["all"] = good(loaded.state), loaded.step, dict(given)
+        stock = dc.load(part(False), str(committed_path(root, 3)))
+        found["stock"] = good(stock)
+        # The optimizer's files are damaged: weights alone neither read nor prove them.
+        with TorchDistReader(committed_path(root, 3)) as folder:
+            weights = {chunk.file for k, e in folder.index.tensors.items() if k[0] == "w" for chunk in e.chunks}
+            other = {chunk.file for k, e in folder.index.tensors.items() if k[0] == "o" for chunk in e.chunks}
+        found["apart"] = not weights & other
+        dist.barrier()
+        if rank == 0:
+            for name in other:
+                path = committed_path(root, 3) / name
+                path.write_bytes(path.read_bytes()[:-1] + b"x")
+        dist.barrier()
+        given.clear()
+        loaded = c.load(part(False), step=3, contents=("model",))
+        found["weights"] = good(loaded.state, ("model",)), sorted(loaded.state), dict(given)
+        try:
+            c.load(part(False), step=3)
+        except LoadError as e:
+            found["damaged"] = str(e)
+        handle = c.save(4, part(True), contents=("model",))
+        c.wait()
+        with TorchDistReader(committed_path(root, 4)) as folder:
+            found["saved"] = sorted(folder.index.tensors), sorted(folder.index.objects)
+        found["weights of four"] = good(c.load(part(False), step=4, contents=("model",)).state, ("model",))
+        # One rank has not seen the last save end: named, nothing is committed, and the next one is whole again.
+        if rank == 1:
+            from checkpoint.replicas import Share
+
+            c._supervisor.share = Share()
+        handle = c.save(5, part(True))
+        c.wait()
+        found["different opinions"] = handle.state, handle.error
+        handle = c.save(6, part(True))
+        c.wait()
+        found["afterwards"] = handle.state
     return found
 
 
@@ -347,6 +442,8 @@ def ladder(rank, world_size, root, durable):
             except LoadError as e:
                 found["silent"] = str(e)
         dist.barrier()
+    with megatron():
+        found["contents"] = contents(rank, world_size, f"{root}-contents")
     return found
 
 

@@ -52,7 +52,7 @@ def check(results, names):
 @pytest.mark.timeout(240)
 def test_two_ranks_save_without_a_collective_what_stock_saves_and_stock_loads_it_in_every_layout(tmp_path):
     pytest.importorskip("megatron.core", reason="needs Megatron-Core")
-    names = ["tp2 plain", "pp2 plain", "dp2 gathered", "dp2 distributed", "tp2 dp_reshardable"]
+    names = ["tp2 plain", "pp2 plain", "dp2 gathered", "dp2 distributed", "tp2 dp_reshardable", "ep2 chained"]
     results = spawn_ranks(megatron_ranks.cases, 2, args=(str(tmp_path), names), gloo=True, deadline_s=200)
     check(results, names)
 
@@ -92,6 +92,27 @@ def test_loading_falls_back_from_damage_to_durable_and_older_and_says_why(tmp_pa
         assert "'rep'" in found["dropped"]
         assert "asked for by no rank" in found["dropped"]
         assert found["weights only"][:3] == (4, "local", True)
+    check_contents([found["contents"] for found in ranks])
+
+
+def check_contents(ranks):
+    four_weights = 4 * 4 << 19
+    assert ranks[0]["bytes", 1] - ranks[1]["bytes", 1] > four_weights - 10_000
+    for step in (2, 3):
+        assert abs(ranks[0]["bytes", step] - ranks[1]["bytes", step]) < 10_000
+    for rank, found in enumerate(ranks):
+        assert found["all"] == (True, 3, {"data": {"at": 10 + rank}, "curriculum": [1, 2]})
+        assert found["stock"]
+        assert found["apart"]
+        assert found["weights"] == (True, ["iteration", "model"], {})
+        assert "was changed after it was sealed" in found["damaged"]
+        assert found["saved"] == ([f"w{i}" for i in range(4)], [])
+        assert found["weights of four"]
+        state, error = found["different opinions"]
+        assert state == "failed"
+        assert "rank 1 on" in error
+        assert "spread its replicas" in error
+        assert found["afterwards"] == "committed"
 
 
 @pytest.mark.multiproc
