@@ -25,6 +25,9 @@ GOOD_ENOUGH = 1.2
 RATE_SPAN = 4.0
 """Rates count within this factor of their median: one stalled disk must not leave a rank without work for ever."""
 
+TELLS_S = 1.0
+"""A save that was written sooner says nothing of its disks: all count the same."""
+
 
 def shard_id(key: str, offset: Sequence[int]) -> str:
     """Short name of a box of a tensor, the same on all ranks."""
@@ -103,6 +106,8 @@ def distribute(record: CommitRecord) -> dict[str, int]:
 def _rates(record: CommitRecord) -> dict[int, float]:
     """Bytes per second by rank; who wrote too little to tell gets the median of the others."""
     wrote = {seal.rank: sum(file.nbytes for file in seal.files) for seal in record.seals}
+    if max(seal.write_s for seal in record.seals) < TELLS_S:
+        return dict.fromkeys(wrote, 1.0)
     enough = max(sum(wrote.values()) / len(wrote) / RATE_SPAN, 1.0)
     told = {s.rank: wrote[s.rank] / s.write_s for s in record.seals if s.write_s > 0 and wrote[s.rank] >= enough}
     middle = statistics.median(told.values()) if told else 1.0

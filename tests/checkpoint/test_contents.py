@@ -152,6 +152,8 @@ def test_equal_ranks_share_evenly_a_slow_one_writes_less_and_a_good_distribution
     slow = collections.Counter(distribute(commit(4, held, spread, [4.0, 1.0, 1.0, 1.0])).values())
     assert slow[0] < 4
     assert min(slow[rank] for rank in (1, 2, 3)) > 4
+    quick = [0.04, 0.01, 0.01, 0.01]  # noise, however large
+    assert distribute(commit(4, held, spread, quick)) == {names[key]: rank for key, rank in spread.items()}
     assert share_of(commit(1, held[:1], main, [1.0]), 0) == Share()
 
 
