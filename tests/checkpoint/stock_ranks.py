@@ -26,9 +26,9 @@ from tests.checkpoint import faulty_writer
 from tests.support.forks import Fork
 
 GLOO_TIMEOUT_S = 8.0
-SLOW_S = 20.0
-HANG_S = 24.0
-"""Three times what the process group is patient for: who has not returned by then hangs."""
+SLOW_S = 30.0
+HANG_S = 34.0
+"""Four times what the process group is patient for: who has not returned by then hangs."""
 PATIENT_S = 60.0
 NO_PSUTIL = "import sys; sys.modules['psutil'] = None; "
 
