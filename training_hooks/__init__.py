@@ -3,8 +3,10 @@
     alignment        which token each position predicts, decided before slicing
     vocab_parallel   losses, total variation and acceptance on vocabulary shards, in bounded memory
     eagle3, dspark   drafter objectives on top of it; `losses` is what they return
-    drafter          a plain EAGLE3 drafter and one training step on captured states
+    drafter          trains a drafter on captured states; `eagle3_drafter` and `dspark_drafter` are plain ones
     capture          hidden states by (sample, position); `exchange` merges them over a replica's ranks
+    hf               capture points of a Transformers decoder, e.g. under FSDP2
+    handoff          one object per step for another process, without blocking an event loop
     megatron         hooks into a live model: MTP as an auxiliary loss, its clip group, guards, capture points
 
 Needs only torch; Megatron-Core is imported inside the functions of `training_hooks.megatron`.

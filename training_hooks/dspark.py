@@ -3,7 +3,8 @@
 Anchors are positions a whose token and next token are supervised; block entry k (0-based) drafts token a + k + 1 from
 the draft's state, compared with the target's distribution at a + k. `sample_anchors` chooses them within the columns of
 one rank (blocks never leave a context parallel chunk), `block_targets` says what every entry predicts and whether it
-counts, `dspark_loss` is the loss over blocks, and the Markov heads add what the previous token says.
+counts, `dspark_loss` is the loss over blocks, and the heads (`MarkovHead`, gated, or with a state that runs along the
+block) add what the previous token says.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ __all__ = [
     "DSparkLoss",
     "GatedMarkovHead",
     "MarkovHead",
+    "RNNHead",
     "block_targets",
     "dspark_loss",
     "sample_anchors",
@@ -222,4 +224,24 @@ class GatedMarkovHead(MarkovHead):
         embedded = self.embedding(previous)
         gate = torch.sigmoid(self.gate(torch.cat([hidden, embedded], -1)))
         out: torch.Tensor = self.out(gate * embedded)
+        return out
+
+
+class RNNHead(MarkovHead):
+    """As `MarkovHead`, with a state that runs along the block: [g, c, o] = J [s; e; hidden], the next state is
+    sigmoid(g) s + (1 - sigmoid(g)) tanh(c), the bias W2 tanh(o). Inputs are [..., block length], from the anchor on."""
+
+    def __init__(self, vocab_size: int, rank: int, hidden_size: int) -> None:
+        super().__init__(vocab_size, rank)
+        self.joint = nn.Linear(2 * rank + hidden_size, 3 * rank, bias=False)
+
+    def forward(self, previous: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        embedded = self.embedding(previous)
+        state, outputs = torch.zeros_like(embedded[..., 0, :]), []
+        for e, h in zip(embedded.unbind(-2), hidden.unbind(-2), strict=True):
+            gate, candidate, output = self.joint(torch.cat([state, e, h], -1)).chunk(3, -1)
+            gate = torch.sigmoid(gate)
+            state = gate * state + (1 - gate) * torch.tanh(candidate)
+            outputs.append(torch.tanh(output))
+        out: torch.Tensor = self.out(torch.stack(outputs, -2))
         return out

@@ -17,13 +17,14 @@ import datetime
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from training_hooks.capture import LayerRef, Rows
-from training_hooks.errors import CaptureError
+from training_hooks.errors import CaptureError, SettingsError
+from training_hooks.shared_rows import offered, opened
 
 __all__ = ["Exchange"]
 
@@ -35,16 +36,29 @@ class Exchange:
     """One replica's ranks: `rank` of `size`, the first of which collects.
 
     `store`: reachable by all of them and outliving the exchange. `run`: the same text on every rank; `replica`: number
-    of this replica (the data parallel rank); `epoch`: rises with every rebuild. Building it connects all ranks.
+    of this replica (the data parallel rank); `epoch`: rises with every rebuild. `rows`: how they travel, over gloo, or
+    through memory that the ranks of one node share (no file: see `shared_rows`). Building it connects all ranks.
 
     Raises:
         CaptureError: a rank did not come within `deadline_s`.
     """
 
     def __init__(
-        self, store: Any, rank: int, size: int, *, run: str, replica: int = 0, epoch: int = 0, deadline_s: float = 60.0
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        *,
+        run: str,
+        replica: int = 0,
+        epoch: int = 0,
+        deadline_s: float = 60.0,
+        rows: Literal["gloo", "memory"] = "gloo",
     ) -> None:
+        if rows not in ("gloo", "memory"):
+            raise SettingsError(f"rows is {rows!r}: expected 'gloo', or 'memory' where all ranks share one node")
         self._rank, self._size = rank, size
+        self._rows = rows
         self._run, self._replica = run, replica
         self._deadline = datetime.timedelta(seconds=deadline_s)
         self._store = dist.PrefixStore(f"capture/{run}/{replica}/{epoch}", store)
@@ -180,28 +194,50 @@ class Exchange:
         places: Mapping[tuple[int, str], torch.Tensor],
     ) -> dict[LayerRef, Rows] | None:
         if self._rank != 0:
-            for ref in order:
-                self._wait(self._group.send([_raw(mine[ref].values)], 0, _TAG))
-            self._wait(self._group.allreduce([torch.zeros(1)]))
+            values = [mine[ref].values for ref in order]
+            if self._rows == "memory":
+                with offered(values) as address:
+                    self._gather(_as_bytes(address))
+                    self._conclude(None)
+                return None
+            for value in values:
+                self._wait(self._group.send([_raw(value)], 0, _TAG))
+            self._conclude(None)
             return None
         out: dict[str, torch.Tensor] = {}
-        for rank, header in enumerate(headers):
-            for layer, count, width, dtype_name in header["parts"]:
-                dtype = getattr(torch, dtype_name)
-                if rank == 0:
-                    values = next(mine[ref].values for ref in order if str(ref) == layer)
-                else:
-                    values = torch.empty(count, width, dtype=dtype)
-                    raw = _raw(values)
-                    self._wait(self._group.recv([raw], rank, _TAG))
-                    values = raw.view(dtype).view(count, width)
-                target = out.setdefault(layer, torch.empty(len(wanted), width, dtype=dtype))
-                target[places[rank, layer]] = values
-        # The others wait for this: a collector that failed must not leave them believing that all is well.
-        self._wait(self._group.allreduce([torch.zeros(1)]))
+
+        def place(rank: int, layer: str, values: torch.Tensor) -> None:
+            shape = (len(wanted), values.shape[1])
+            out.setdefault(layer, torch.empty(shape, dtype=values.dtype))[places[rank, layer]] = values
+
+        for ref in order:
+            place(0, str(ref), mine[ref].values)
+        problem: str | None = None
+        if self._rows == "memory":
+            addresses = [json.loads(bytes(a.tolist())) for a in self._gather(_as_bytes({}))]
+            try:
+                for rank in range(1, self._size):
+                    with opened(addresses[rank]) as parts:
+                        for raw, (layer, count, width, dtype) in zip(parts, headers[rank]["parts"], strict=True):
+                            place(rank, layer, raw.view(getattr(torch, dtype)).view(count, width))
+            except CaptureError as error:
+                problem = str(error)
+        else:
+            for rank in range(1, self._size):
+                for layer, count, width, dtype in headers[rank]["parts"]:
+                    values = torch.empty(count, width, dtype=getattr(torch, dtype))
+                    self._wait(self._group.recv([_raw(values)], rank, _TAG))
+                    place(rank, layer, values)
+        self._conclude(problem)
         merged_keys = torch.stack([wanted >> _SHIFT, wanted & ((1 << _SHIFT) - 1)], 1)
         empty = torch.zeros(0, 0)
         return {ref: Rows(keys=merged_keys, values=out.get(str(ref), empty)) for ref in layers}
+
+    def _conclude(self, problem: str | None) -> None:
+        """The others wait for this: a collector that failed must not leave them believing that all is well."""
+        verdicts = [json.loads(bytes(v.tolist())) for v in self._gather(_as_bytes({"problem": problem}))]
+        if verdicts[0]["problem"] is not None:
+            self._refuse(verdicts[0]["problem"])
 
     def _wait(self, work: Any) -> None:
         work.wait(self._deadline)

@@ -8,6 +8,7 @@ from typing import Any
 from converters.errors import UnsupportedFamilyError
 from converters.families.delta import QWEN3_5, QWEN3_5_MULTIMODAL, QWEN3_NEXT
 from converters.families.dense import LLAMA, MIMO, QWEN2, QWEN3
+from converters.families.dspark import DSPARK
 from converters.families.eagle3 import EAGLE3
 from converters.families.gpt_oss import GPT_OSS
 from converters.families.mla import DEEPSEEK_V3
@@ -27,6 +28,7 @@ FAMILIES: tuple[Family, ...] = (
     GLM4_MOE,
     MIMO,
     EAGLE3,
+    DSPARK,
     QWEN3_NEXT,
     QWEN3_5,
     QWEN3_5_MULTIMODAL,

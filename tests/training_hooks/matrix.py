@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,11 +18,12 @@ class Case:
     per_token: bool = False
     dtype: str = "float64"
     loss_scale: float | None = None
+    selective: bool = False
 
     @property
     def name(self):
         parts = [self.layout, f"depth{self.depths}", "tied" if self.tied else "untied"]
-        parts += ["recompute"] * self.recompute + ["per_token"] * self.per_token
+        parts += ["recompute"] * self.recompute + ["selective"] * self.selective + ["per_token"] * self.per_token
         parts += [self.dtype] * (self.dtype != "float64") + ["scaled"] * (self.loss_scale is not None)
         return "-".join(parts)
 
@@ -67,6 +69,13 @@ CASES = [
     Case("tp2_sp", 2, True, True, dtype="float32"),
     Case("cp2_thd", 2, False, False, dtype="float32"),
     Case("dp2_uneven", 2, False, False, loss_scale=65536.0),
+    Case("single", 2, True, False, selective=True),
+    Case("tp2_sp", 3, False, False, selective=True),
+    Case("cp2_thd", 1, True, False, selective=True),
+    Case("tp2_pp2_sp", 2, False, False, selective=True),
+    Case("single", 1, False, False, dtype="float16", loss_scale=64.0),
+    Case("tp2_sp", 2, True, False, dtype="float16", loss_scale=64.0, selective=True),
+    Case("tp2_pp2_sp", 2, False, True, dtype="float16", loss_scale=64.0),
 ]
 
 
@@ -87,7 +96,9 @@ def run_case(case):
     moe = parallel.ep > 1
     losses, counts, wanted = runs.reference(case.depths, case.tied, moe)
     mcore.init(parallel)
-    changes = dict(RECOMPUTE) if case.recompute else {}
+    changes: dict = dict(RECOMPUTE) if case.recompute else dict(SELECTIVE) if case.selective else {}
+    if case.dtype == "float16":
+        changes["fp16"] = True
     changes |= {"moe_aux_loss_coeff": 0.0} if moe else {}
     options = {
         "tied": case.tied, "dtype": getattr(torch, case.dtype), "moe": moe, "ddp_config": ddp_config,

@@ -27,6 +27,7 @@ from megatron.core.tensor_parallel import random as mcore_random
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -250,9 +251,9 @@ def build(parallel, *, depths, tied=False, dtype=torch.float64, moe=False, ddp=T
             vp_stage=vp_stage,
         )
         fill(chunk)
-        chunks.append(chunk)
+        chunks.append(Float16Module(cfg, chunk) if cfg.fp16 else chunk)
     if ddp:
-        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=False, **(ddp_config or {}))
+        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=cfg.fp16, **(ddp_config or {}))
         chunks = [
             DistributedDataParallel(cfg, ddp_config, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)
         ]

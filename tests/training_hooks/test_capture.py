@@ -53,8 +53,10 @@ def _in_threads(size, fn, deadline_s=20.0):
     return out
 
 
-def _merge(rank, store, parts, *, size=3, step=4, run="run", deadline_s=5.0, layers=(A, B), expected=LENGTHS):
-    exchange = Exchange(store, rank, size, run=run, deadline_s=deadline_s)
+def _merge(
+    rank, store, parts, *, size=3, step=4, run="run", deadline_s=5.0, layers=(A, B), expected=LENGTHS, rows="gloo"
+):
+    exchange = Exchange(store, rank, size, run=run, deadline_s=deadline_s, rows=rows)
     try:
         return exchange.merge(parts, step=step, expected=expected, layers=layers)
     finally:

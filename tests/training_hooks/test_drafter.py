@@ -10,8 +10,9 @@ import torch
 
 from tests.support import spawn_ranks
 from training_hooks.capture import LayerRef, Rows
-from training_hooks.drafter import DrafterTrainer, DrafterTraining, Eagle3Config, Eagle3Drafter
+from training_hooks.drafter import DrafterTrainer, DrafterTraining
 from training_hooks.eagle3 import Eagle3Loss
+from training_hooks.eagle3_drafter import Eagle3Config, Eagle3Drafter
 from training_hooks.errors import CaptureError, SettingsError
 from weightsync.embedded.config import ModelConfig, eagle3_config
 from weightsync.embedded.drafts import Eagle3Draft
@@ -130,6 +131,30 @@ def _accepted_length(target, drafter, seed=99):
     return tokens / passes
 
 
+def _by_frequency(target, seed=99):
+    """What `_accepted_length` would be for the best draft that says the same token always."""
+    generator = torch.Generator().manual_seed(seed)
+    answers = []
+    for _ in range(40):
+        decoder = Decoder(target)
+        decoding = decoder.start(torch.randint(0, VOCAB, (4,), generator=generator).tolist(), max_tokens=9)
+        while decoding.remaining > 0:
+            decoder.step(decoding)
+        answers.append(decoding.generated)
+    best = 1.0
+    for guess in range(VOCAB):
+        tokens = passes = 0
+        for answer in answers:
+            at = 1  # the first pass reads the prompt
+            while at < len(answer):
+                run = 0
+                while run < 3 and at + run < len(answer) - 1 and answer[at + run] == guess:
+                    run += 1
+                tokens, passes, at = tokens + run + 1, passes + 1, at + run + 1
+        best = max(best, tokens / passes)
+    return best
+
+
 def _train(target, drafter, seed, scramble=None, steps=80):
     trainer = DrafterTrainer(
         drafter, embedding=_weights(target)[0], head=_weights(target)[1],
@@ -156,10 +181,15 @@ def test_training_raises_the_accepted_length_of_the_engine_and_scrambled_rows_do
     scrambled = _drafter(seed)
     _train(target, scrambled, seed, scramble=7)
     wrong = _accepted_length(target, scrambled)
-    print(f"seed {seed}: accepted length {fresh:.2f}, trained {trained:.2f}, with scrambled rows {wrong:.2f}")
+    frequent = _by_frequency(target)
+    print(
+        f"seed {seed}: accepted length {fresh:.2f}, trained {trained:.2f}, with scrambled rows {wrong:.2f}, for one "
+        f"frequent token {frequent:.2f}"
+    )
     assert trained >= fresh + 0.2
-    # Scrambled rows still teach which tokens are frequent, but nothing about which one comes next.
-    assert wrong - fresh <= 0.25 * (trained - fresh)
+    # Scrambled rows still teach which tokens are frequent (greedy answers of random weights have such), but nothing
+    # about which one comes next. Where none is frequent see examples/cotrain_eagle3.py.
+    assert wrong <= frequent + 0.05
     assert history[-1]["eagle3_loss/step_0"] < history[0]["eagle3_loss/step_0"]
     assert history[-1]["eagle3_accept_length"] > history[0]["eagle3_accept_length"]
 
@@ -186,13 +216,16 @@ def test_embedding_and_head_are_replicas_and_every_step_publishes():
     before = embedding.clone(), head.clone()
     published = []
     trainer = DrafterTrainer(
-        drafter, embedding=embedding, head=head, config=DrafterTraining(steps=2, every=2), publish=published.append
+        drafter, embedding=embedding, head=head, config=DrafterTraining(steps=2, updates=2), publish=published.append
     )
     rollout = _rollout(target, 0, count=2, length=6)
     supervised = {k: torch.ones(len(t), dtype=torch.bool) for k, t in rollout.items()}
     captured = _capture(target, rollout)
-    results = [trainer.step(captured, rollout, supervised) for _ in range(4)]
-    assert [bool(r) for r in results] == [True, False, True, False]
+    updates = []
+    trainer.optimizer.register_step_post_hook(lambda *_: updates.append(len(published)))
+    for _ in range(2):
+        trainer.step(captured, rollout, supervised)
+    assert updates == [0, 0, 1, 1]  # two updates, then a publish
     assert published == [drafter, drafter]
     assert torch.equal(embedding, before[0])
     assert torch.equal(head, before[1])
@@ -201,7 +234,7 @@ def test_embedding_and_head_are_replicas_and_every_step_publishes():
     with pytest.raises(CaptureError, match="every position in order"):
         DrafterTrainer(drafter, embedding=embedding, head=head).step(short, rollout, supervised)
     with pytest.raises(SettingsError, match="must be positive"):
-        DrafterTraining(every=0)
+        DrafterTraining(updates=0)
 
 
 def _data_parallel(rank, world_size):

@@ -14,7 +14,7 @@ import torch
 from training_hooks.capture import HiddenCapture, LayerRef, RowForm
 from training_hooks.errors import CaptureError
 
-__all__ = ["capture_from_megatron", "replica_place"]
+__all__ = ["capture_from_megatron", "replica_place", "target_tables"]
 
 
 def capture_from_megatron(chunks: Sequence[Any], layers: Iterable[LayerRef]) -> HiddenCapture:
@@ -68,3 +68,37 @@ def replica_place() -> tuple[int, int, int]:
     rank = ps.get_pipeline_model_parallel_rank()
     rank = (rank * cp + ps.get_context_parallel_rank()) * tp + ps.get_tensor_model_parallel_rank()
     return ps.get_data_parallel_rank(), rank, tp * cp * pp
+
+
+def target_tables(chunks: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(embedding, output head) of the whole target, [padded vocabulary, h] each, in storage of their own.
+
+    What a drafter's trainer keeps as frozen replicas. Collective over every rank of the replica, all of which hold both
+    while it runs; with tied embeddings the two are equal.
+    """
+    import torch.distributed as dist
+    from megatron.core import parallel_state as ps
+
+    models = [module for chunk in chunks for module in chunk.modules() if hasattr(module, "decoder")]
+    first = next((m for m in models if m.pre_process), None)
+    last = next((m for m in models if m.post_process), None)
+    shards = [
+        None if first is None else first.embedding.word_embeddings.weight,
+        None
+        if last is None
+        else last.shared_embedding_or_output_weight()
+        if last.share_embeddings_and_output_weights
+        else last.output_layer.weight,
+    ]
+    tp, pp = ps.get_tensor_model_parallel_group(), ps.get_pipeline_model_parallel_group()
+    owners = [ps.get_pipeline_model_parallel_first_rank(), ps.get_pipeline_model_parallel_last_rank()]
+    like = next(models[0].parameters())
+    shape = (models[0].vocab_size // tp.size(), models[0].config.hidden_size)
+    tables = []
+    for shard, owner in zip(shards, owners, strict=True):
+        own = like.new_empty(shape) if shard is None else shard.detach().clone()
+        dist.broadcast(own, src=owner, group=pp)
+        parts = [torch.empty_like(own) for _ in range(tp.size())]
+        dist.all_gather(parts, own, group=tp)
+        tables.append(torch.cat(parts))
+    return tables[0], tables[1]
