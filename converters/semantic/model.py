@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from converters.errors import UnsupportedFamilyError
 from converters.families import rules_for
@@ -37,6 +38,8 @@ def init_parallel(topology: Topology, *, seed: int = 0) -> None:
     with cpu_runtime():
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
+        _destroy_groups()
+        others = _groups()
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=topology.tp,
             pipeline_model_parallel_size=topology.pp,
@@ -45,10 +48,31 @@ def init_parallel(topology: Topology, *, seed: int = 0) -> None:
             expert_model_parallel_size=topology.ep,
             expert_tensor_parallel_size=topology.expert_tp,
         )
+        _made.extend(group for group in _groups() if group not in others)
         destroy_num_microbatches_calculator()
         MTPLossLoggingHelper.tracker = {}  # process-global, and shaped by the previous model
         # The tracker without states suffices (no dropout), and the other one wants a CUDA generator.
         model_parallel_cuda_manual_seed(seed, inference_rng_tracker=not torch.cuda.is_available(), force_reset_rng=True)
+
+
+_made: list[Any] = []
+"""Process groups of the parallel state that is set up."""
+
+
+def _groups() -> list[Any]:
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def _destroy_groups() -> None:
+    """Megatron forgets its groups without destroying them: each keeps gloo threads, thousands after many models."""
+    if _made and dist.is_initialized():
+        # A slower rank may still be in the last exchange of the model before.
+        dist.barrier()
+        alive = _groups()
+        for group in _made:
+            if group in alive:
+                dist.destroy_process_group(group)
+    _made.clear()
 
 
 def transformer_config(
@@ -237,7 +261,6 @@ def build_model(
         TopologyError: the sizes do not fit the world or the model.
         UnsupportedFamilyError: no recipe for such a model.
     """
-    import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel

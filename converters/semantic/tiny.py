@@ -164,7 +164,7 @@ def write_tiny_folder(
     model = auto.from_config(hf, dtype=dtype)
     model.save_pretrained(folder)
     path = folder / "model.safetensors"
-    tensors = _in_published_dtype(load_file(path))
+    tensors = {name: t.to(_published_dtype(name, t.dtype, dtype)) for name, t in load_file(path).items()}
     tensors |= {name: torch.empty(shape, dtype=own) for name, (shape, own) in _mtp_tensors(config, tensors).items()}
     zero_centred = str(config["model_type"]).startswith(("qwen3_next", "qwen3_5"))
     for name in sorted(tensors):
@@ -179,9 +179,11 @@ def write_tiny_folder(
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-def _in_published_dtype(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    # The published folders keep the router's correction in fp32 whatever the rest is.
-    return {name: t.float() if name.endswith("e_score_correction_bias") else t for name, t in tensors.items()}
+def _published_dtype(name: str, written: torch.dtype, model: torch.dtype) -> torch.dtype:
+    """Published folders keep the router's correction in fp32, and its weight in the model's dtype, as Megatron does."""
+    if name.endswith("e_score_correction_bias"):
+        return torch.float32
+    return model if name.endswith("mlp.gate.weight") else written
 
 
 def _mtp_tensors(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Shapes:
