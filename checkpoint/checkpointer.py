@@ -246,7 +246,8 @@ class Checkpointer:
             plan=plan,
             common=digest_common(part.common),
             replicas=list(part.replicas),
-            basis=self._supervisor.share.basis if self.config.spread_replicas else "",
+            basis=part.basis,
+            held=part.held,
             end=began + self.config.deadline_s,
             attempt=attempt,
         )

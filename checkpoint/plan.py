@@ -60,6 +60,10 @@ class State:
     common: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     replicas: Sequence[str] = ()
     """Names (`checkpoint.replicas.shard_id`) of boxes that this rank holds, too, and another one saves."""
+    basis: str = ""
+    """Attempt whose record decided that; empty: Megatron's main replicas."""
+    held: str = ""
+    """See `checkpoint.replicas.held_digest`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,12 +13,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from checkpoint.seals import CommitRecord
 
-__all__ = ["Share", "distribute", "shard_id", "share_of"]
+__all__ = ["Share", "distribute", "held_digest", "shard_id", "share_of"]
 
 GOOD_ENOUGH = 1.2
 """Times the best finish that was found: then nothing moves."""
@@ -34,6 +34,12 @@ def shard_id(key: str, offset: Sequence[int]) -> str:
     return hashlib.blake2b(f"{key}|{tuple(offset)}".encode(), digest_size=6).hexdigest()
 
 
+def held_digest(places: Iterable[tuple[str, Sequence[int]]]) -> str:
+    """Of all boxes that a rank holds, whoever writes them."""
+    text = "\n".join(sorted(f"{key}|{tuple(offset)}" for key, offset in places))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
     """One rank's share of what several hold. Without a basis it is what it has the main replica of."""
@@ -42,6 +48,8 @@ class Share:
     """Attempt whose record it was computed from."""
     mine: frozenset[str] = frozenset()
     others: frozenset[str] = frozenset()
+    held: str = ""
+    """What the rank held in that save (`held_digest`): a state of another layout is saved by its main replicas."""
 
     def writes(self, key: str, offset: Sequence[int], *, main: bool) -> bool:
         """Whether this rank writes a shard that it holds; `main`: it has the main replica."""

@@ -57,6 +57,7 @@ class InFlight:
     common: dict[str, str]
     replicas: list[str]
     basis: str
+    held: str
     end: float
     attempt: str
     tries: int = 0
@@ -328,7 +329,7 @@ class Supervisor:
         with self._changed:
             active.handle.culprits = culprits
             # After a failure everybody begins anew with the main replicas.
-            self.share = active.share if state == "committed" else Share()
+            self.share = dataclasses.replace(active.share, held=active.held) if state == "committed" else Share()
             active.handle.state = state
             self.events.append(SaveEvent(kind=state, step=active.handle.step, handle=active.handle))
             if state == "committed" and self._drains is not None:

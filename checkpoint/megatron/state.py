@@ -7,7 +7,7 @@ from typing import Any
 from checkpoint.errors import ConfigError
 from checkpoint.megatron.probe import require_core
 from checkpoint.plan import Shard, State
-from checkpoint.replicas import Share, shard_id
+from checkpoint.replicas import Share, held_digest, shard_id
 
 __all__ = ["state_from_sharded"]
 
@@ -33,7 +33,13 @@ def state_from_sharded(sharded_state_dict: dict[str, Any], share: Share | None =
     objects: dict[str, list[Any]] = {}
     written: set[tuple[str, tuple[int, ...]]] = set()
     held: dict[str, None] = {}
-    for part in nested_values(sharded):
+    parts = list(nested_values(sharded))
+    places = (
+        "" if share is None else held_digest((p.key, p.global_offset) for p in parts if isinstance(p, ShardedTensor))
+    )
+    if share is not None and share.held != places:
+        share = Share()
+    for part in parts:
         main = is_main_replica(part.replica_id)
         if not isinstance(part, ShardedTensor):
             if main:
@@ -66,4 +72,11 @@ def state_from_sharded(sharded_state_dict: dict[str, Any], share: Share | None =
         )
     if held:
         held = dict.fromkeys(held.keys() - {shard_id(*place) for place in written})
-    return State(shards=shards, objects=objects, common=common, replicas=tuple(sorted(held)))
+    return State(
+        shards=shards,
+        objects=objects,
+        common=common,
+        replicas=tuple(sorted(held)),
+        basis=share.basis if share else "",
+        held=places,
+    )

@@ -354,15 +354,17 @@ def contents(rank, world_size, root):
         with TorchDistReader(committed_path(root, 4)) as folder:
             found["saved"] = sorted(folder.index.tensors), sorted(folder.index.objects)
         found["weights of four"] = good(c.load(part(False), step=4, contents=("model",)).state, ("model",))
+        c.save(5, part(True))
+        c.wait()
         # One rank has not seen the last save end: named, nothing is committed, and the next one is whole again.
         if rank == 1:
             from checkpoint.replicas import Share
 
             c._supervisor.share = Share()
-        handle = c.save(5, part(True))
+        handle = c.save(6, part(True))
         c.wait()
         found["different opinions"] = handle.state, handle.error
-        handle = c.save(6, part(True))
+        handle = c.save(7, part(True))
         c.wait()
         found["afterwards"] = handle.state
     return found
