@@ -21,7 +21,6 @@ import torch
 
 from checkpoint.disk import disk_left_bytes
 from checkpoint.format import TorchDistReader
-from checkpoint.format.files import put_file
 from converters.errors import ConfigMismatch, FolderError, UnsupportedFamilyError
 from converters.families import FAMILIES, family_of
 from converters.hf_folder import read_folder
@@ -134,7 +133,7 @@ def convert(
         dtype: of floating tensors that do not match `keep_dtype`; default: as stored, and towards Hugging Face as the
             original was.
         drop, carry: patterns (`fnmatch`) of source tensors to leave out, or to copy though no rule knows them.
-        shard_bytes: size of an output file (default 5 GB for Hugging Face, 1 GiB for Megatron).
+        shard_bytes: size of an output file (default 0.5 to 5 GB for Hugging Face, 1 GiB for Megatron).
         max_memory_bytes: for buffers, all workers together; the plan of a large model takes some more.
         resume: go on after an interrupted run, and keep what is written if this one fails.
         verify: "bits": read the result back through the inverse rules and compare it with the source, bit by bit.
@@ -168,9 +167,7 @@ def convert(
                 source, family, policy, drop, carry, layout, spec, extra_state, shard_bytes or 1 << 30, iteration
             )
         else:
-            job = _to_hf(
-                source, family, policy, drop, carry, None if hf is None else Path(hf), shard_bytes or 5 * 10**9
-            )
+            job = _to_hf(source, family, policy, drop, carry, None if hf is None else Path(hf), shard_bytes)
         job.report.source, job.report.target = os.fspath(src), os.fspath(dst)
         if plan:
             return job.report
@@ -255,7 +252,7 @@ def _to_hf(
     drop: Collection[str],
     carry: Collection[str],
     hf: Path | None,
-    shard_bytes: int,
+    shard_bytes: int | None,
 ) -> _Job:
     assert not isinstance(source, HfSource)
     origin = places.reference(source, hf)
@@ -364,13 +361,7 @@ def _carry_out(
                     progress(count, total)
 
         write_files(todo, work.path, values, job.mapped.decoded, budget, progress=advance, done=work.mark)
-        try:
-            for name, data in job.after:
-                put_file(work.path / name, data)
-            for name, make in job.files.last:
-                put_file(work.path / name, make())
-        except OSError as e:
-            raise FolderError(f"{work.path} cannot be written: {e.strerror}") from e
+        work.put([*((name, lambda data=data: data) for name, data in job.after), *job.files.last])
         if verify:
             job.report.verified = {**_verify(job, work.path / job.folder, budget), "semantic": semantic}
         work.publish()

@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 
@@ -39,6 +40,7 @@ class WorkFolder:
         self.target = target
         self.path = target.with_name(f".{target.name}.converting")
         self.keep = resume
+        self._small: list[Path] = []
         check_target(target)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -99,6 +101,22 @@ class WorkFolder:
         self._append(json.dumps([file.name, file.nbytes]) + "\n")
         self.done[file.name] = file.nbytes
 
+    def put(self, files: Iterable[tuple[str, Callable[[], bytes]]]) -> None:
+        """Write small files in this order, each whole or not at all; synced by `publish`.
+
+        Raises:
+            FolderError: a file cannot be written.
+        """
+        for name, make in files:
+            path = self.path / name
+            temporary = path.with_name(f".{path.name}.tmp")
+            try:
+                temporary.write_bytes(make())
+                os.rename(temporary, path)
+            except OSError as e:
+                raise FolderError(f"{path} cannot be written: {e.strerror}") from e
+            self._small.append(path)
+
     def publish(self) -> None:
         """The folder gets the target's name.
 
@@ -106,6 +124,12 @@ class WorkFolder:
             FolderError: the target came into being meanwhile.
         """
         check_target(self.target)
+        for path in self._small:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
         for base, _, _ in os.walk(self.path):
             fsync_dir(base)
         try:

@@ -42,7 +42,7 @@ class Budget:
 
     @property
     def piece_bytes(self) -> int:
-        return max(min(self.max_memory_bytes // (16 * self.workers), 16 << 20), 1 << 20)
+        return max(min(self.max_memory_bytes // (16 * self.workers), 4 << 20), 1 << 20)
 
     @property
     def span_bytes(self) -> int:

@@ -29,6 +29,9 @@ from converters.hf_folder import HfFolder
 
 __all__ = ["Header", "HfSource", "Source", "TorchDistSource", "ZarrSource"]
 
+LARGE_BYTES = 1 << 20
+AHEAD_BYTES = 32 << 20
+
 
 class Header(NamedTuple):
     shape: tuple[int, ...]
@@ -67,6 +70,7 @@ class _Files:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._fds: dict[str, int] = {}
+        self._asked: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def read(self, file: str, pos: int, out: memoryview) -> None:
@@ -75,6 +79,11 @@ class _Files:
                 fd = self._fds.get(file)
                 if fd is None:
                     fd = self._fds[file] = os.open(self._root / file, os.O_RDONLY | os.O_CLOEXEC)
+                if len(out) >= LARGE_BYTES and self._asked.get(file, 0) < pos + len(out) + AHEAD_BYTES // 2:
+                    # What comes next is read while this is written. One row among many asks for nothing.
+                    start = max(self._asked.get(file, 0), pos)
+                    self._asked[file] = start + AHEAD_BYTES
+                    os.posix_fadvise(fd, start, AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
             done = 0
             while done < len(out) and (got := os.preadv(fd, [out[done:]], pos + done)):
                 done += got

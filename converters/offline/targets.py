@@ -61,12 +61,15 @@ class Files:
         return sum(f.nbytes for f in self.big)
 
 
-def hf_files(mapped: Mapped, *, shard_bytes: int) -> Files:
+def hf_files(mapped: Mapped, *, shard_bytes: int | None) -> Files:
     """Safetensors files of at most `shard_bytes` (or one tensor), and their index if there are several.
+
+    By default eight, of 0.5 to 5 GB: workers in one file wait for each other.
 
     Raises:
         MappingError: a dtype that safetensors does not have.
     """
+    shard_bytes = shard_bytes or min(max(mapped.nbytes // 8, 5 * 10**8), 5 * 10**9)
     shards = list(_grouped(mapped.tensors.items(), lambda o: o.layout.numel() * o.dtype.itemsize, shard_bytes))
     names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     if len(shards) == 1:

@@ -1,4 +1,4 @@
-"""What the ranks of test_load.py run: stock Megatron-Core loads converted checkpoints and saves some for the way back."""
+"""What the ranks of test_load.py run: stock Megatron-Core loads what was converted, and saves some of it."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def load_case(model, layers, layout, path, config, out):
 
     chunks = build_model(config, dtype=torch.float32, vocab_multiple=VOCAB_MULTIPLE, seed=3, **LAYOUTS[layout])
     metadata = dc.load_content_metadata(path)
-    state = chunks[0].sharded_state_dict(metadata=metadata)
+    state = {"model": chunks[0].sharded_state_dict(metadata=metadata)}
     loaded = dc.load(state, path, strict=StrictHandling.RAISE_ALL)
-    chunks[0].load_state_dict(loaded)
+    chunks[0].load_state_dict(loaded["model"])
     logits = forward_logits(chunks, tokens(config))
     if layers == "stacked" and layout != "tp1":
         save_case(chunks[0], metadata, out / f"{model}-{layout}")

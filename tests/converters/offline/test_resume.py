@@ -1,4 +1,4 @@
-"""A conversion that is killed anywhere and resumed writes the bytes of an unbroken one, and looks unfinished till then."""
+"""A conversion that is killed anywhere and resumed writes the bytes of an unbroken one; till then it has no name."""
 
 from __future__ import annotations
 
@@ -49,6 +49,8 @@ def convert_and_die(source, target, count, options):
 def kill_and_resume(rank, world_size, source, golden, root, options):
     """For each of several random points: (point, files resumed, whether the bytes are those of an unbroken run)."""
     root = Path(root)
+    import torch.distributed.checkpoint.filesystem  # noqa: F401 - else each fork imports it
+
     faulthandler.cancel_dump_traceback_later()  # a thread, which must not be there at a fork
     with Fork(convert_and_die, source, str(root / "count"), 10**9, options) as whole:
         calls = whole.result(30)
@@ -56,9 +58,9 @@ def kill_and_resume(rank, world_size, source, golden, root, options):
     found = []
     for point in sorted(random.Random(7).sample(range(1, calls), KILLS)):
         target = root / f"killed-{point}"
-        with Fork(convert_and_die, source, str(target), point, options) as child:
-            with pytest.raises(AssertionError, match="died without a result"):
-                child.result(30)
+        died = pytest.raises(AssertionError, match="died without a result")
+        with Fork(convert_and_die, source, str(target), point, options) as child, died:
+            child.result(30)
         complete = target.exists()
         if complete:  # killed after the rename: it is all there
             got = {k: v for k, v in fingerprint(target).items() if k != ".journal"}
