@@ -5,20 +5,22 @@ ARGS ?=
 BIN := .venv/bin
 READY := .venv/.ready
 CONSTRAINTS := requirements/constraints.txt
-# Real engines have environments of their own; tests start them there.
+# Real engines, and verl, have environments of their own; tests start them there.
 VLLM := .venv-vllm/bin
 VLLM_READY := .venv-vllm/.ready
 SGLANG_READY := .venv-sglang-0510/.ready .venv-sglang-0523/.ready
+VERL_READY := .venv-verl/.ready
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help venv vllm sglang demo test fast lint format bench
+.PHONY: help venv vllm sglang verl demo test fast lint format bench
 
 help:
 	@echo 'make venv    make .venv with everything that development needs'
 	@echo 'make vllm    make .venv-vllm, in which tests run a real vLLM on the CPU'
 	@echo 'make sglang  make .venv-sglang-0510 and .venv-sglang-0523, likewise for SGLang'
+	@echo 'make verl    make .venv-verl, for tests with the classes of verl'
 	@echo 'make demo    train a tiny model and publish every step to two engines'
 	@echo 'make test    all tests'
 	@echo 'make fast    tests without processes, engines and slow ones (ARGS=... goes to pytest)'
@@ -55,10 +57,17 @@ $(SGLANG_READY):
 	$(@D)/bin/python -m pip install --quiet --no-deps --requirement $<
 	touch $@
 
+verl: $(VERL_READY)
+
+$(VERL_READY): requirements/verl.txt
+	$(PYTHON) -m venv .venv-verl
+	.venv-verl/bin/python -m pip install --quiet --no-deps --requirement $<
+	touch $@
+
 demo: $(READY)
 	$(BIN)/python -m examples.demo $(ARGS)
 
-test: $(READY) $(VLLM_READY) $(SGLANG_READY)
+test: $(READY) $(VLLM_READY) $(SGLANG_READY) $(VERL_READY)
 	$(BIN)/python -m pytest $(ARGS)
 
 fast: $(READY)

@@ -42,10 +42,12 @@ ADAPTERS = {
     "sglang": ("weightsync/engines/sglang/",),
     "tensorstore": ("checkpoint/legacy_zarr.py",),
     "transformers": ("converters/semantic/",),
+    "verl": ("weightsync/trainers/verl.py",),
     "vllm": ("weightsync/engines/vllm/",),
 }
 # Adapters that are all about one package and are themselves imported lazily: there it may stand at the top.
 EAGER = {
+    "verl": ("weightsync/trainers/verl.py",),
     "megatron": ("converters/semantic/layers.py", "converters/semantic/spec.py"),
     "vllm": tuple(f"weightsync/engines/vllm/{name}.py" for name in ("engine", "reload", "shadow", "worker")),
 }
