@@ -189,6 +189,14 @@ class _Layer(nn.Module):
         return out
 
 
+class _Stack(nn.Module):
+    """Only for the names: `model.layers.N`."""
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_layers))
+
+
 class DSparkDrafter(nn.Module):
     """The drafter of a target whose embedding and output head it uses, without holding them."""
 
@@ -199,7 +207,7 @@ class DSparkDrafter(nn.Module):
         self.fc = nn.Linear(len(config.layers) * size, size, bias=False)
         self.hidden_norm = Norm(size, eps)
         self.mask_embedding = nn.Parameter(torch.randn(size) * 0.02)
-        self.model = nn.ModuleDict({"layers": nn.ModuleList(_Layer(config) for _ in range(config.num_layers))})
+        self.model = _Stack(config)
         self.norm = Norm(size, eps)
         self.markov_head: MarkovHead
         if config.markov == "vanilla":
@@ -225,7 +233,7 @@ class DSparkDrafter(nn.Module):
         context = self.hidden_norm(self.fc(features))
         masks = self.mask_embedding.expand(len(rows), self.config.block - 1, -1)
         x = torch.cat([embedded[:, None], masks], 1)
-        for layer in self.model["layers"]:  # type: ignore[union-attr]
+        for layer in self.model.layers:
             x = layer(x, context, rows, anchors)
         out: torch.Tensor = self.norm(x)
         return out
@@ -241,14 +249,14 @@ class DSparkDrafter(nn.Module):
 
         def loss() -> DraftLoss:
             parts, rows, anchors, keep = [], [], [], []
-            for row, (tokens, supervised) in enumerate(zip(batch.tokens, batch.supervised, strict=True)):
+            for i, (tokens, supervised) in enumerate(zip(batch.tokens, batch.supervised, strict=True)):
                 own = sample_anchors(supervised, count=training.anchors, block=block)
                 kept = torch.ones(len(own), dtype=torch.bool)
-                if row == 0 and not len(own):
+                if i == 0 and not len(own):
                     # A rank without any anchor takes part in the sums all the same, with a block that does not count.
                     own, kept = own.new_zeros(1), torch.zeros(1, dtype=torch.bool)
                 parts.append(block_targets(tokens, supervised, own, block=block, keep=kept))
-                rows.append(torch.full_like(own, row))
+                rows.append(torch.full_like(own, i))
                 anchors.append(own)
                 keep.append(kept)
             row, anchor = torch.cat(rows), torch.cat(anchors)

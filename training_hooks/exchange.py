@@ -225,9 +225,9 @@ class Exchange:
         else:
             for rank in range(1, self._size):
                 for layer, count, width, dtype in headers[rank]["parts"]:
-                    values = torch.empty(count, width, dtype=getattr(torch, dtype))
-                    self._wait(self._group.recv([_raw(values)], rank, _TAG))
-                    place(rank, layer, values)
+                    received = torch.empty(count, width, dtype=getattr(torch, dtype))
+                    self._wait(self._group.recv([_raw(received)], rank, _TAG))
+                    place(rank, layer, received)
         self._conclude(problem)
         merged_keys = torch.stack([wanted >> _SHIFT, wanted & ((1 << _SHIFT) - 1)], 1)
         empty = torch.zeros(0, 0)

@@ -14,7 +14,7 @@ from tests.training_hooks import mcore, runs
 from training_hooks.alignment import CpSplit
 from training_hooks.capture import HiddenCapture, LayerRef, row_keys
 from training_hooks.exchange import Exchange
-from training_hooks.megatron.capture import capture_from_megatron, replica_place
+from training_hooks.megatron.capture import capture_from_megatron, replica_place, target_tables
 
 LAYERS = (LayerRef("input_to", 0), LayerRef("output_of", 0), LayerRef("input_to", 3), LayerRef("final_norm"))
 
@@ -96,6 +96,9 @@ def check(name):
             forward_only=True,
         )
     assert not any(m._forward_hooks for chunk in chunks for m in chunk.modules())
+    names = ("embedding.word_embeddings.weight", "output_layer.weight")
+    for table, of in zip(target_tables(chunks), names, strict=True):
+        assert torch.equal(table, mcore.full_weight(of, (mcore.VOCAB, mcore.HIDDEN), table.dtype))
     replica, rank, size = replica_place()
     store = dist.distributed_c10d._get_default_store()
     exchange = Exchange(store, rank, size, run=name, replica=replica, deadline_s=20)

@@ -6,6 +6,7 @@ import tempfile
 
 import torch
 import torch.distributed as dist
+from transformers import LlamaForCausalLM
 
 from converters.live import write_hf_folder
 from training_hooks.alignment import Layout
@@ -71,14 +72,13 @@ def _sharded(chunks, rank):
     """The weights of `chunks` in Transformers' model, one FSDP2 unit per layer."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from transformers import AutoModelForCausalLM
 
     with tempfile.TemporaryDirectory(prefix="capture-") as folder:
-        shared = [folder]
+        shared = [f"{folder}/hf"]
         dist.broadcast_object_list(shared)
         write_hf_folder(chunks, shared[0], HF_CONFIG)
         dist.barrier()
-        model = AutoModelForCausalLM.from_pretrained(shared[0], dtype=torch.float32)
+        model = LlamaForCausalLM.from_pretrained(shared[0], dtype=torch.float32)
         dist.barrier()  # both have read it
     mesh = init_device_mesh("cpu", (2,))
     for layer in model.model.layers:

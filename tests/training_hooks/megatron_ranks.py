@@ -41,11 +41,16 @@ BITWISE = ("single_permuted", "pp2_uneven", "pp2_vpp2_permuted", "dp2")
 
 def main(rank, world_size, names=None):
     """{scenario: result} of this rank; with `names`, of those scenarios only."""
-    from tests.training_hooks import capture_ranks, fsdp_ranks, kernel_ranks, mcore, traps
+    from tests.training_hooks import capture_ranks, kernel_ranks, mcore, traps
 
     scenarios: dict = {c.name: (matrix.run_case, c) for c in matrix.CASES if matrix.ranks_of(c) == world_size}
     scenarios |= {f"capture-{name}": (capture_ranks.check, name) for name in CAPTURES[world_size]}
-    scenarios |= {"capture-fsdp2": (fsdp_ranks.check, rank)} if world_size == 2 else {}
+    if world_size == 2:
+        from tests.training_hooks import (
+            fsdp_ranks,
+        )  # here, because Transformers is slow to import, and not in `runtime`
+
+        scenarios["capture-fsdp2"] = (fsdp_ranks.check, rank)
     scenarios |= {f"kernel-{world_size}": (kernel_ranks.check, rank)}
     scenarios |= {name: (getattr(traps, name), rank) for name in TRAPS.get(world_size, ())}
     seen = {}
