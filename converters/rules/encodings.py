@@ -80,7 +80,8 @@ class BlockScales(Encoding):
         if rows % self.block[0] == 0 and columns % self.block[1] == 0:
             # The same products without a copy of each scale for every element: twice as fast.
             blocks = weight.float().unflatten(-1, (-1, self.block[1])).unflatten(-3, (-1, self.block[0]))
-            return blocks.mul_(scale.float()[..., :, None, :, None]).to(self.dtype).reshape(weight.shape)
+            decoded: torch.Tensor = blocks.mul_(scale.float()[..., :, None, :, None]).to(self.dtype)
+            return decoded.reshape(weight.shape)
         spread = scale.float().repeat_interleave(self.block[0], -2)[..., :rows, :]
         spread = spread.repeat_interleave(self.block[1], -1)[..., :columns]
         return (weight.float() * spread).to(self.dtype)
