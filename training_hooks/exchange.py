@@ -102,6 +102,7 @@ class Exchange:
             "run": self._run,
             "replica": self._replica,
             "step": step,
+            "way": self._rows,
             "layers": [str(ref) for ref in wanted_layers],
             "rows": len(wanted),
             "crc": zlib.crc32(wanted.numpy().tobytes()),
@@ -137,7 +138,7 @@ class Exchange:
         return [t[: int(n)] for t, n in zip(out, lengths, strict=True)]
 
     def _compare(self, headers: Sequence[Mapping[str, Any]]) -> None:
-        for field in ("run", "replica", "step", "layers", "rows", "crc"):
+        for field in ("run", "replica", "step", "way", "layers", "rows", "crc"):
             values = [h[field] for h in headers]
             if any(v != values[0] for v in values):
                 self._refuse(

@@ -142,6 +142,7 @@ def test_rows_that_are_missing_doubled_or_unknown_raise_the_same_on_every_rank(c
         ("step", (4, 4, 5), r"do not agree on step: \{0: 4, 1: 4, 2: 5\}"),
         ("expected", (LENGTHS, {**LENGTHS, 3: 4}, LENGTHS), "do not agree on rows"),
         ("layers", ((A, B), (A,), (A, B)), "do not agree on layers"),
+        ("rows", ("gloo", "memory", "gloo"), "do not agree on way"),
     ],
 )
 def test_ranks_of_other_steps_or_batches_raise_on_every_rank(field, values, words):
