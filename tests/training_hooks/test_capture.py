@@ -16,6 +16,7 @@ from training_hooks.alignment import CpSplit, Layout
 from training_hooks.capture import HiddenCapture, LayerRef, RowForm, Rows, row_keys
 from training_hooks.errors import CaptureError, SettingsError
 from training_hooks.exchange import Exchange
+from training_hooks.hf import capture_from_hf
 
 A, B = LayerRef("output_of", 1), LayerRef("final_norm")
 LENGTHS = {3: 5, 8: 2, 11: 4}
@@ -273,3 +274,39 @@ def test_layer_references_say_their_convention():
         LayerRef(2)
     with pytest.raises(SettingsError, match="does not exist"):
         LayerRef("output_of", -1)
+
+
+def test_a_transformers_decoder_is_found_inside_its_model_and_layers_beyond_it_are_refused():
+    class Decoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed_tokens = nn.Embedding(5, 4)
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+            self.norm = nn.LayerNorm(4)
+
+        def forward(self, ids):
+            x = self.embed_tokens(ids)
+            for layer in self.layers:
+                x = layer(x)
+            return self.norm(x)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = Decoder()
+            self.lm_head = nn.Linear(4, 5)
+
+    net = Model()
+    refs = [LayerRef("input_to", 0), LayerRef("input_to", 1), LayerRef("output_of", 1), LayerRef("final_norm")]
+    capture = capture_from_hf(net, refs)
+    ids = torch.tensor([[3, 1]])
+    with capture.active(), capture.micro_batch(row_keys(Layout.padded([2], 2), [6])):
+        out = net.model(ids)
+    rows = capture.take()
+    assert sorted(rows) == sorted(ref.canonical for ref in refs)
+    assert torch.equal(rows[LayerRef("input_to", 0)].values, net.model.embed_tokens.weight[[3, 1]])
+    assert torch.equal(rows[LayerRef("final_norm")].values, out[0])
+    with pytest.raises(CaptureError, match="has 2 layers, there is no output_of_2"):
+        capture_from_hf(net, [LayerRef("input_to", 3)])
+    with pytest.raises(CaptureError, match="0 modules of Linear have embed_tokens"):
+        capture_from_hf(net.lm_head, refs)
