@@ -8,7 +8,8 @@
     ├── DiskError                    a folder, a disk or a quota does not take what a save needs
     ├── SaveError                    a save ended without a committed checkpoint; names rank, host, phase, bytes
     │   └── WriterLost               this rank's writer process died or stalled
-    ├── LoadError                    no candidate could be loaded; lists every one with its reason
+    ├── LoadError                    no candidate could be loaded; lists every one with its reason. Or: the optimizer
+    │                                was saved as a chain of another length
     ├── StorageError                 durable storage refuses or does not answer
     └── StoreLost                    the coordinator's store does not answer; names its address
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from checkpoint.errors import CoverageError, FormatError
+from checkpoint.errors import CoverageError, FormatError, LoadError
 from checkpoint.format.folder import TorchDistReader
 from checkpoint.format.unpickle import Foreign
 from checkpoint.megatron.probe import require_core
@@ -48,10 +48,13 @@ def load_sharded(
     Raises:
         CoverageError: the folder lacks something that is asked for, or has it in another shape.
         FormatError: a damaged file, or an object that needs `trusted`.
+        LoadError: the optimizer is a chain of another length than the one that was saved; nothing is filled.
     """
     from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, merge
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factory_merges
 
+    common = _trusted(folder.read_common_record()) if trusted else folder.common()
+    _check_chain(sharded_state_dict.get("optimizer"), common.get("optimizer"), folder)
     sharded, nonpersistent, factories = _prepare(sharded_state_dict)
 
     def fill(part: Any) -> Any:
@@ -60,12 +63,36 @@ def load_sharded(
         return read_object(part.unique_key, folder, trusted)
 
     dict_list_map_inplace(fill, sharded)
-    common = _trusted(folder.read_common_record()) if trusted else folder.common()
     merge(common, nonpersistent)
     merge(common, sharded)
     loaded = apply_factory_merges(common, factories)
     assert isinstance(loaded, dict)
     return loaded
+
+
+def _check_chain(asked: Any, saved: Any, folder: TorchDistReader) -> None:
+    """Megatron-Core 0.16.1 merges chains of different lengths, and fails later on a key of neither (KeyError)."""
+    if not asked or not saved:
+        return  # weights only; or a rank without parameters
+    got, expected = _chain(saved), _chain(asked)
+    if bool(got) == bool(expected) and got <= expected:
+        return
+    raise LoadError(
+        f"the optimizer in {folder.path} is {_count(got)}, the one to be loaded is {_count(expected)}: Megatron-Core "
+        "gives experts an optimizer of their own where expert parallelism splits them (EP > 1), and loads neither the "
+        "state of two into one nor of one into two. Load in a layout with as many (keep EP > 1, or EP 1), or weights "
+        'only: contents=("model",), which is a state dict without "optimizer"'
+    )
+
+
+def _chain(state: Any) -> set[int]:
+    """Numbers of a chain's optimizers; none for a single one, whose state is not numbered."""
+    numbered = isinstance(state, dict) and all(isinstance(k, int) and isinstance(v, dict) for k, v in state.items())
+    return set(state) if numbered else set()
+
+
+def _count(chain: set[int]) -> str:
+    return f"a chain of {len(chain)}" if chain else "a single one"
 
 
 def _trusted(record: bytes) -> Any:

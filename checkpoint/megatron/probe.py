@@ -66,6 +66,7 @@ def require_optimizer(optimizer: Any) -> None:
     hybrid = type(inner).__name__ == "HybridDeviceOptimizer"
     if aware and not hybrid and not hasattr(inner, "get_unscaled_state"):
         raise ConfigError(
-            f"the precision-aware {where} keeps its state in a {type(inner).__name__} without get_unscaled_state: that "
-            "is Transformer Engine's FusedAdam from 2.1 on; install it, or set use_precision_aware_optimizer=False"
+            f"the precision-aware {where} keeps its state in a {type(inner).__name__} without get_unscaled_state, by "
+            "which Megatron-Core reads it: use the optimizer that Megatron-Core asks for here (Transformer Engine's "
+            "FusedAdam) in a version that has it, or set use_precision_aware_optimizer=False"
         )

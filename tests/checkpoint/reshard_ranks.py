@@ -41,6 +41,7 @@ SAVES = {
     "tp2dp2 distributed": {"config": DENSE, "world": 4, "layout": {"tp": 2}, "fmt": "fully_reshardable"},
     "ep2 distributed": {"config": MOE, "world": 2, "layout": {"ep": 2}, "fmt": "fully_reshardable"},
     "ep2 plain": {"config": MOE, "world": 2, "layout": {"ep": 2}, "fmt": None},
+    "ep1 plain": {"config": MOE, "world": 1, "layout": {}, "fmt": None},
 }
 DENSE_LOADS = {
     "tp1": (1, {}),
@@ -48,7 +49,9 @@ DENSE_LOADS = {
     "dp4": (4, {}),
     "tp2": (2, {"tp": 2}),
 }
-MOE_LOADS = {"ep1dp2": (2, {}), "ep1": (1, {})}
+MOE_LOADS = {"ep1dp2": (2, {}), "ep1": (1, {}), "ep2": (2, {"ep": 2})}
+OTHER_CHAINS = {"ep2 plain": ["ep1dp2", "ep1"], "ep2 distributed": ["ep1"], "ep1 plain": ["ep2"]}
+"""save: loads, where Megatron-Core has another number of optimizers."""
 
 
 def join(rank, world, folder):
@@ -111,7 +114,7 @@ def save_job(rank, name, folder):
 def load_job(rank, name, world, layout, by, path, folder):
     """Another model of that layout, filled from `path` by "ours" or "stock": what differs, of how many shards; losses.
 
-    A string instead, if it cannot be loaded: the error.
+    If it cannot be loaded: the error; and for ours, what differs after a load of the weights only.
     """
     from megatron.core import dist_checkpointing as dc
 
@@ -133,7 +136,8 @@ def load_job(rank, name, world, layout, by, path, folder):
             trainer.module.load_state_dict(loaded["model"])
             trainer.optimizer.load_state_dict(loaded["optimizer"])
         except BaseException as e:  # noqa: BLE001 - torch's CheckpointException is no Exception
-            return f"{type(e).__name__}: {e}"
+            found = {"error": f"{type(e).__name__}: {e}"}
+            return found | (weights_only(rank, trainer, case, path) if by == "ours" else {})
         m.own_steps(trainer)
         gold, _ = m.read_all(path)
         bad, count = m.mismatches(trainer, gold, fmt=case["fmt"], metadata=SHORT_KEYS)
@@ -144,6 +148,33 @@ def load_job(rank, name, world, layout, by, path, folder):
                     lambda: load_sharded(m.state_dict(trainer, fmt=case["fmt"], metadata=SHORT_KEYS), reader)
                 )
         return found
+
+
+def weights_only(rank, trainer, case, path):
+    """Through the Checkpointer: why it does not load all, and what the weights are then."""
+    from checkpoint import Checkpointer, SaveConfig
+    from checkpoint.contents import section_of
+    from checkpoint.errors import LoadError
+
+    def request():
+        return m.state_dict(trainer, fmt=case["fmt"], loading=True, rng=False, metadata=SHORT_KEYS)
+
+    def unused(key):
+        return section_of(key) == "rng"
+
+    gold, _ = m.read_all(path)
+    weights = {key: value for key, value in gold.items() if section_of(key) == "model"}
+    config = SaveConfig(deadline_s=60)
+    with Checkpointer(path.parent, rank=rank, world_size=dist.get_world_size(), config=config) as c:
+        try:
+            c.load(request(), allow_unused=unused)
+            refused = ""
+        except LoadError as e:
+            refused = str(e)
+        before, _ = m.mismatches(trainer, weights, fmt=case["fmt"], metadata=SHORT_KEYS)
+        trainer.module.load_state_dict(c.load(request(), contents=("model",)).state["model"])
+    bad, count = m.mismatches(trainer, weights, fmt=case["fmt"], metadata=SHORT_KEYS)
+    return {"refused": refused, "untouched": bool(before), "bad": bad, "count": count}
 
 
 def _error(fn):
@@ -184,9 +215,10 @@ def observe_all(_rank, _world, base, names):
         home = base / str(number)
         seen[name] = {"saved": run(home, case["world"], save_job, name)}
         path = home / f"root/iter_{STEPS_BEFORE:07d}"
-        loads = {"same": (case["world"], case["layout"]), **(MOE_LOADS if case["config"] is MOE else DENSE_LOADS)}
+        loads = {"same": (case["world"], case["layout"])}
+        loads |= {load: MOE_LOADS[load] for load in OTHER_CHAINS[name]} if case["config"] is MOE else DENSE_LOADS
         for load, (world, layout) in loads.items():
-            for by in ("ours", "stock") if name == "ep2 plain" and load != "same" else ("ours",):
+            for by in ("ours", "stock") if name.startswith("ep") and load != "same" else ("ours",):
                 job = base / f"{number} {load} {by}"
                 seen[name][f"{load} {by}"] = run(job, world, load_job, name, world, layout, by, path)
     return seen

@@ -41,10 +41,28 @@ def test_another_layout_has_the_same_parameters_and_moments_and_trains_on(seen, 
         assert ("bound to the layout" in found["rng"]) == ((name, load) != ("tp2dp2 distributed", "tp2")), found["rng"]
 
 
-@pytest.mark.parametrize("by", ["ours", "stock"])
-@pytest.mark.parametrize("load", list(reshard_ranks.MOE_LOADS))
-def test_experts_with_their_optimizer_need_as_many_optimizers_as_saved_them(seen, load, by):
+CHAINS = [(name, load) for name, loads in reshard_ranks.OTHER_CHAINS.items() for load in loads]
+
+
+@pytest.mark.parametrize(("name", "load"), CHAINS)
+def test_stock_fails_on_another_number_of_optimizers(seen, name, load):
     """A limit of Megatron-Core 0.16.1, pinned: with EP 2 it chains two optimizers, with EP 1 it has one."""
-    assert all(found.startswith("KeyError") for found in seen["ep2 plain"][f"{load} {by}"])
-    if by == "ours":
-        assert all(found.startswith("KeyError") for found in seen["ep2 distributed"][f"{load} ours"])
+    expected = "RuntimeError: Expected 2 entries" if load == "ep2" else "KeyError"
+    for found in seen[name][f"{load} stock"]:
+        assert found["error"].startswith(expected), found
+
+
+@pytest.mark.parametrize(("name", "load"), CHAINS)
+def test_another_number_of_optimizers_is_refused_by_name_and_the_weights_can_be_had(seen, name, load):
+    counts = "is a chain of 2, the one to be loaded is a single one"
+    if load == "ep2":
+        counts = "is a single one, the one to be loaded is a chain of 2"
+    for found in seen[name][f"{load} ours"]:
+        assert found["error"].startswith("LoadError: the optimizer in ")
+        for said in (found["error"], found["refused"]):
+            assert counts in said
+            assert 'contents=("model",)' in said
+        assert "no checkpoint could be loaded" in found["refused"]
+        assert found["untouched"]
+        assert found["bad"] == []
+        assert found["count"] > 10
