@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import resource
 import signal
 import time
 from pathlib import Path
@@ -23,8 +21,8 @@ from tests.checkpoint.support import state
 class Meeting:
     """Lets the ranks of a test start each case together."""
 
-    def __init__(self, address, world_size):
-        self.store, self.world_size, self.count = Store(address, "meeting/"), world_size, 0
+    def __init__(self, address, world_size, name):
+        self.store, self.world_size, self.count = Store(address, f"meeting-{name}/"), world_size, 0
 
     def __call__(self, deadline_s=30.0):
         self.count += 1
@@ -50,41 +48,9 @@ def outcome(checkpointer, handle, began):
     }
 
 
-def faults(rank, world_size, address, root, cases, options):
-    """One save per case: [name, faulty rank or None, fault, seconds rank 1 is late, config changes]."""
-    process.PROGRAM = faulty_writer.PROGRAM
-    os.environ["CHECKPOINT_TEST_FAULTS"] = str(Path(root).parent)
-    meet = Meeting(address, world_size)
-    results = {}
-    config = SaveConfig(**options)
-    events = []
-    with Checkpointer(
-        root, rank=rank, world_size=world_size, store=address, config=config, on_event=events.append
-    ) as c:
-        for step, (name, faulty, fault) in enumerate(cases, 1):
-            if faulty == rank:
-                (Path(root).parent / f"fault.{rank}.json").write_text(json.dumps(fault))
-            meet()
-            began = time.monotonic()
-            handle = c.save(step, state(rank, world_size, step))
-            polls = [time.monotonic()]
-            while not handle.done and time.monotonic() - began < 60:
-                c.poll()
-                polls.append(time.monotonic())
-                time.sleep(0.005)
-            results[name] = outcome(c, handle, began)
-            results[name]["longest_poll_s"] = max(b - a for a, b in itertools.pairwise(polls)) - 0.005
-            c.wait()
-            meet()
-            results[name]["listing"] = listing(root)
-        results["last"] = {}
-    results["events"] = [(e.kind, e.step) for e in events]
-    return results
-
-
 def late_rank(rank, world_size, address, root):
     """Rank 1 calls save after the others' deadline; then all save again."""
-    meet = Meeting(address, world_size)
+    meet = Meeting(address, world_size, "late_rank")
     config = SaveConfig(deadline_s=1.0, grace_s=1.0, stall_s=5)
     with Checkpointer(root, rank=rank, world_size=world_size, store=address, config=config) as c:
         meet()
@@ -102,7 +68,7 @@ def late_rank(rank, world_size, address, root):
 
 def mismatch(rank, world_size, address, root):
     """States that do not fit together: another shape on rank 1, a part that nobody saves, a part saved twice."""
-    meet = Meeting(address, world_size)
+    meet = Meeting(address, world_size, "mismatch")
     results = []
     config = SaveConfig(deadline_s=20, max_consecutive_failures=9)
     with Checkpointer(root, rank=rank, world_size=world_size, store=address, config=config) as c:
@@ -125,28 +91,19 @@ def mismatch(rank, world_size, address, root):
     return results
 
 
-def retention(rank, world_size, address, root, num_saves=40):
-    """Many saves; returns the largest number of folders seen, and what is left, with descriptors and memory."""
-    config = SaveConfig(deadline_s=20, retention=Retention(keep_last=2, keep_every=10))
-    most, usage = 0, []
+def retention(rank, world_size, address, root):
+    """The largest number of folders seen while saving, and what is left."""
+    config = SaveConfig(deadline_s=20, retention=Retention(keep_last=1, keep_every=2))
+    most = 0
     with Checkpointer(root, rank=rank, world_size=world_size, store=address, config=config) as c:
-        for step in range(1, num_saves + 1):
+        for step in range(1, 6):
             handle = c.save(step, state(rank, world_size, step))
             while not handle.done:
                 most = max(most, len([n for n in listing(root) if n.startswith((".saving", "iter_"))]))
                 time.sleep(0.002)
             assert handle.state == "committed", handle.error
             time.sleep(0.05)  # what the commit made superfluous is deleted after the word
-            writer = f"/proc/{c.writer_pid}"
-            usage.append(
-                (
-                    len(os.listdir("/proc/self/fd")),
-                    len(os.listdir(f"{writer}/fd")),
-                    len(os.listdir(f"{writer}/task")),
-                    int(Path(f"{writer}/statm").read_text().split()[1]) * resource.getpagesize(),
-                )
-            )
-    return most, listing(root), usage
+    return most, listing(root)
 
 
 def streaming(rank, world_size, address, root):
@@ -160,7 +117,7 @@ def streaming(rank, world_size, address, root):
         return handle.state, handle.error, c._stager.staging.nbytes, handle.nbytes
 
 
-def lost_store(rank, world_size, address, root, ready):
+def lost_store(rank, world_size, _address, root, ready, address):
     """The store ends while a save waits for its verdict; the parent ends it when `ready` files are there."""
     process.PROGRAM = faulty_writer.PROGRAM
     os.environ["CHECKPOINT_TEST_FAULTS"] = str(Path(root).parent)
@@ -181,10 +138,12 @@ def lost_store(rank, world_size, address, root, ready):
     return result
 
 
-def node_local(rank, world_size, address, roots):
+def node_local(rank, world_size, address, root):
     """Each rank has a root that the other does not see."""
     config = SaveConfig(deadline_s=20)
-    with Checkpointer(roots[rank], rank=rank, world_size=world_size, store=address, config=config) as c:
+    root = Path(root) / f"node{rank}" / "root"
+    root.mkdir(parents=True)
+    with Checkpointer(root, rank=rank, world_size=world_size, store=address, config=config) as c:
         began = time.monotonic()
         assert c.node == rank
         handle = c.save(1, state(rank, world_size, 1))
@@ -251,13 +210,11 @@ def preflight(rank, world_size, address, root):
     return need.node_bytes, need.disk_peak_bytes, refused
 
 
-def several(rank, world_size, address, root, durable, names):
-    """Cases that need no group of processes of their own; each gets a root of its own."""
+def several(rank, world_size, address, base, cases):
+    """Cases (name -> further arguments) that need no processes of their own; each gets a root of its own."""
     found = {}
-    for name in names:
-        path = Path(root) / name
-        path.mkdir(exist_ok=True)
-        (path / "root").mkdir(exist_ok=True)
-        args = [durable] if name == "draining" else []
-        found[name] = globals()[name](rank, world_size, address, str(path / "root"), *args)
+    for name, args in cases.items():
+        root = Path(base) / name / "root"
+        root.mkdir(parents=True, exist_ok=True)
+        found[name] = globals()[name](rank, world_size, address, str(root), *args)
     return found

@@ -16,6 +16,7 @@ CHEAP = (
     "kill writer 0 vote",
     "kill writer 1 commit",
     "stop writer 0 verdict",
+    "stop writer 1 write",
     "kill trainer 0 verdict",
     "kill trainer 1 write",
     "stop trainer 1 stage",
@@ -23,6 +24,8 @@ CHEAP = (
     "kill store commit",
     "disk full",
     "EIO fsync 0",
+    "EIO seal 1",
+    "ENOSPC metadata",
     "torn write 1",
     "bit flip data",
 )
