@@ -17,7 +17,7 @@ from nvidia_resiliency_ext.checkpointing.local.base_state_dict import TensorAwar
 from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import LocalCheckpointManager
 
 from checkpoint import Checkpointer
-from tests.checkpoint.stock_ranks import join, part
+from tests.checkpoint.stock_ranks import enter_group, part
 from weightsync.bench.megatron import cpu_runtime
 
 
@@ -40,7 +40,7 @@ def torn_and_stale(_rank, _world_size, base):
     """T11 and T12: local checkpoints of nvidia-resiliency-ext beside ours under the same damage."""
     base, found = Path(base), {}
     warnings.simplefilter("ignore")
-    join(0, base, world_size=1)
+    enter_group(0, base, world_size=1)
 
     def manager():
         return LocalCheckpointManager(str(base / "nvrx"))

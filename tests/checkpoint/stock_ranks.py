@@ -3,6 +3,9 @@
 One process imports Megatron-Core and forks the ranks of all scenarios, which then mostly wait, so they run side by
 side. A rank that hangs is asked where: its stack is the evidence. Ours gets one group, in which every fault of the
 stock scenarios happens to one Checkpointer after the other.
+
+Nothing here depends on how busy the machine is: a process group is patient until the moment that is looked at (`wait`),
+a slow disk is one that takes longer than the other rank waits, and who hangs has been seen in the same call for HANG_S.
 """
 
 from __future__ import annotations
@@ -25,11 +28,11 @@ import torch
 from tests.checkpoint import faulty_writer
 from tests.support.forks import Fork
 
-GLOO_TIMEOUT_S = 8.0
-SLOW_S = 30.0
-HANG_S = 34.0
-"""Four times what the process group is patient for: who has not returned by then hangs."""
-PATIENT_S = 60.0
+GLOO_TIMEOUT_S = 4.0
+SLOW_S = 3 * GLOO_TIMEOUT_S
+HANG_S = 3 * GLOO_TIMEOUT_S
+PATIENT_S = 100.0
+"""For what is not looked at: more than it can take."""
 NO_PSUTIL = "import sys; sys.modules['psutil'] = None; "
 
 
@@ -40,16 +43,23 @@ def part(rank, world_size=2, fill=1.0):
     return {"w": ShardedTensor.from_rank_offsets("w", rows, (0, rank, world_size)), "step": 7}
 
 
-def join(rank, folder, world_size=2, timeout_s=GLOO_TIMEOUT_S):
+def enter_group(rank, folder, world_size=2):
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    timeout = datetime.timedelta(seconds=timeout_s)
+    timeout = datetime.timedelta(seconds=PATIENT_S)
     where = f"file://{folder}/rendezvous"
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=world_size, timeout=timeout)
-    # The first collective builds the connections, for which a busy machine may need longer than the timeout.
     dist.barrier()
+
+
+def wait(seconds):
+    """How long the process group waits for its other ranks from now on."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    _set_pg_timeout(datetime.timedelta(seconds=seconds), dist.group.WORLD)
 
 
 # Stock
@@ -75,36 +85,47 @@ def without_shim(rank, folder):
     return save_sync(rank, folder)
 
 
-def with_write(replacement):
-    """A save whose writers run `replacement(rank, plain, *args)` for each item."""
+def with_write(replacement, then_wait_s=PATIENT_S):
+    """A save whose writers run `replacement(rank, folder)` for each item; when they have returned, the group waits."""
 
     def run(rank, folder, save=save_sync):
         from megatron.core.dist_checkpointing.strategies import filesystem_async
 
         plain = filesystem_async._write_item
+        plain_write = filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc
 
         @functools.wraps(plain)
         def item(*args, **kwargs):
-            replacement(rank)
+            replacement(rank, folder)
             return plain(*args, **kwargs)
+
+        @functools.wraps(plain_write)
+        def write_preloaded_data_multiproc(*args, **kwargs):
+            plain_write(*args, **kwargs)
+            wait(then_wait_s)
 
         item.__signature__ = inspect.signature(plain)
         filesystem_async._write_item = item
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(
+            write_preloaded_data_multiproc
+        )
         return save(rank, folder)
 
     return run
 
 
-def _slow(rank):
-    time.sleep(SLOW_S if rank == 0 else 0)
+def _slow(rank, folder):
+    end = time.monotonic() + PATIENT_S
+    while rank == 0 and _found(folder, 1) is None and time.monotonic() < end:
+        time.sleep(0.05)
 
 
-def _killed(rank):
+def _killed(rank, _folder):
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _full(rank):
+def _full(rank, _folder):
     if rank == 1:
         raise OSError(28, "No space left on device")
 
@@ -145,6 +166,7 @@ def own_folders(rank, folder):
     own.mkdir()
     dc.save(part(rank), str(own))
     files = sorted(os.listdir(own))
+    wait(GLOO_TIMEOUT_S)
     try:
         dc.load(part(rank, fill=0.0), str(own))
         loaded = "loaded"
@@ -173,8 +195,8 @@ def flipped(rank, folder):
 STOCK = {
     "T1 no psutil": without_psutil,
     "T2 no CUDA": without_shim,
-    "T4 slow disk": with_write(_slow),
-    "T5 killed, sync": with_write(_killed),
+    "T4 slow disk": with_write(_slow, GLOO_TIMEOUT_S),
+    "T5 killed, sync": with_write(_killed, GLOO_TIMEOUT_S),
     "T6 killed, async": functools.partial(with_write(_killed), save=save_async),
     "T7 persistent worker": persistent_worker,
     "T8 disk full": with_write(_full),
@@ -182,20 +204,24 @@ STOCK = {
     "T10 bit flip": flipped,
 }
 
-BY_TIMEOUT = ("T4 slow disk", "T5 killed, sync", "T9 own folders")
-"""Where the patience of the process group decides."""
-FOR_EVER = {("T1 no psutil", 0), ("T1 no psutil", 1), ("T5 killed, sync", 1)}
-FOR_EVER |= {("T7 persistent worker", 0), ("T7 persistent worker", 1)}
-"""Ranks that are known to hang, and need not be waited for longer than HANG_S."""
+FOR_EVER = {
+    ("T1 no psutil", 0): "write_preloaded_data_multiproc",
+    ("T1 no psutil", 1): "write_preloaded_data_multiproc",
+    ("T5 killed, sync", 1): "write_preloaded_data_multiproc",
+    ("T7 persistent worker", 0): "async_utils.py",
+    ("T7 persistent worker", 1): "async_utils.py",
+}
+"""Ranks that are known to hang, and what of stock is then on their stack."""
 
 
 def stock_rank(name, rank, folder):
     from weightsync.bench.megatron import cpu_runtime
 
-    stacks = open(folder.parent / f"{folder.name}.stack.{rank}", "w")  # noqa: SIM115 - open until this process ends
+    path = folder.parent / f"{folder.name}.stack.{rank}"
+    stacks = open(f"{path}.new", "w")  # noqa: SIM115 - open until this process ends
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    timeout_s = GLOO_TIMEOUT_S if name in BY_TIMEOUT else PATIENT_S
-    join(rank, folder.parent / f"{folder.name}.group", timeout_s=timeout_s)
+    os.rename(f"{path}.new", path)  # from here on the signal does not kill
+    enter_group(rank, folder.parent / f"{folder.name}.group")
     with contextlib.nullcontext() if name.startswith("T2") else cpu_runtime():
         try:
             found = STOCK[name](rank, folder)
@@ -219,7 +245,7 @@ def ours_rank(rank, folder):
     sys.modules["psutil"] = None
     process.PROGRAM = NO_PSUTIL + faulty_writer.PROGRAM
     os.environ["CHECKPOINT_TEST_FAULTS"] = str(folder)
-    join(rank, folder)
+    enter_group(rank, folder)
     found = {}
     config = SaveConfig(deadline_s=40, stall_s=30, max_consecutive_failures=9)
     with Checkpointer(folder / "root", rank=rank, world_size=2, config=config) as c:
@@ -234,11 +260,13 @@ def ours_rank(rank, folder):
             if faulty == rank:
                 (folder / f"fault.{rank}.json").write_text(json.dumps(fault))
             dist.barrier()
+            wait(GLOO_TIMEOUT_S)
             began = time.monotonic()
             handle = c.save(step, part(rank))
             blocked = time.monotonic() - began
             c.wait()
             took = time.monotonic() - began
+            wait(PATIENT_S)
             number = torch.ones(1)
             dist.all_reduce(number)
             found[name] = {
@@ -267,10 +295,6 @@ def ours_rank(rank, folder):
         found["T7 writer dies"] = {"error": ""}
     except WriterLost as e:
         found["T7 writer dies"] = {"error": str(e), "took_s": time.monotonic() - began}
-    end = time.monotonic() + 30
-    while len(list(folder.glob("met.*"))) < 2 and time.monotonic() < end:  # the group's patience is shorter
-        (folder / f"met.{rank}").touch()
-        time.sleep(0.01)
     number = torch.ones(1)
     dist.all_reduce(number)
     found["T7 writer dies"]["group"] = number.item() == 2
@@ -296,16 +320,24 @@ def observe_all(_rank, _world_size, base):
             folder.mkdir()
             (base / f"{folder.name}.group").mkdir()
             running[name] = folder, [stack.enter_context(Fork(_group_leader, name, r, folder)) for r in range(2)]
-        began = time.monotonic()
-        waiting = {(name, rank) for name in STOCK for rank in range(2)} - FOR_EVER
-        while time.monotonic() < began + (PATIENT_S if waiting else HANG_S):
+        end = time.monotonic() + PATIENT_S
+        waiting = {(name, rank) for name in STOCK for rank in range(2)}
+        since, stacks = {}, {}
+        while waiting and time.monotonic() < end:
+            time.sleep(0.5)
             for name, rank in sorted(waiting):
-                if _found(running[name][0], rank) is not None:
+                folder, ranks = running[name]
+                if _found(folder, rank) is not None:
                     waiting.discard((name, rank))
-            time.sleep(0.05)
+                elif frame := FOR_EVER.get((name, rank)):
+                    stacks[name, rank] = where = _stack(folder, ranks[rank], rank)
+                    if frame not in where:
+                        since.pop((name, rank), None)
+                    elif since.setdefault((name, rank), time.monotonic()) < time.monotonic() - HANG_S:
+                        waiting.discard((name, rank))
         stock = {}
         for name, (folder, ranks) in running.items():
-            stock[name] = [_found(folder, rank) or _hangs(folder, ranks[rank], rank) for rank in range(2)]
+            stock[name] = [_found(folder, r) or f"hangs in\n{stacks.get((name, r))}" for r in range(2)]
             stock[name].append(sorted(os.listdir(folder)))
             for rank in ranks:
                 with contextlib.suppress(ProcessLookupError):
@@ -326,7 +358,17 @@ def _found(folder, rank):
         return None  # not there, or half written
 
 
-def _hangs(folder, fork, rank):
+def _stack(folder, fork, rank):
+    """Where it is now; empty if it does not say so."""
+    path = folder.parent / f"{folder.name}.stack.{rank}"
+    if not path.exists():
+        return ""
+    size = seen = path.stat().st_size
     os.kill(fork.pid, signal.SIGUSR1)
-    time.sleep(0.3)
-    return "hangs in\n" + (folder.parent / f"{folder.name}.stack.{rank}").read_text()
+    end = time.monotonic() + 3.0
+    while time.monotonic() < end:  # until it has written, and writes no more
+        time.sleep(0.1)
+        before, seen = seen, path.stat().st_size
+        if before == seen > size:
+            break
+    return path.read_text()[size:]

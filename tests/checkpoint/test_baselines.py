@@ -42,7 +42,7 @@ def fine(ours, case, state="committed"):
     """On all ranks: that state, training was not held, and the process group works."""
     for found in ours:
         assert found[case]["state"] == state, found[case]
-        assert found[case]["blocked_s"] < 2
+        assert found[case]["blocked_s"] < stock_ranks.SLOW_S / 3
         assert found[case]["group"]
     return ours[0][case]["error"]
 
@@ -63,8 +63,10 @@ def test_t2_without_cuda_stock_asserts_and_leaves_common_state_only(stock, ours)
 
 def test_t4_a_slow_disk_breaks_the_process_group_of_stock_and_not_ours(stock, ours, base):
     one, other, files = stock["T4 slow disk"]
+    # The disk is one that takes longer than the other rank waits, however busy this machine is.
     assert "Timed out" in other
-    assert one != "saved"
+    assert "Error" in one
+    assert "hangs in" not in one
     # All data is there, and nothing can be loaded.
     assert [name for name in files if name.endswith(".distcp")]
     assert ".metadata" not in files
@@ -97,7 +99,7 @@ def test_t7_a_worker_that_dies_when_it_starts_hangs_stock_and_is_named_by_ours(s
     for said in stock["T7 persistent worker"][:2]:
         assert "hangs in" in said
         assert "async_utils.py" in said
-        assert "in join" in said
+        assert "in join" in said  # of its queue, for the process that is gone
     victim, other = ours[1]["T7 writer dies"], ours[0]["T7 writer dies"]
     assert "exited with code 3" in victim["error"]
     assert "ranks [1] did not start" in other["error"]
