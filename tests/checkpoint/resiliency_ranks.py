@@ -36,7 +36,7 @@ class Plain(TensorAwareStateDict):
     pop_tensors = insert_tensors = init_tensors = copy_tensors_to_cpu = restore_tensor_device = _nothing
 
 
-def torn_and_stale(_rank, _world_size, base):
+def torn_and_stale(base):
     """T11 and T12: local checkpoints of nvidia-resiliency-ext beside ours under the same damage."""
     base, found = Path(base), {}
     warnings.simplefilter("ignore")

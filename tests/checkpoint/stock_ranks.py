@@ -14,12 +14,14 @@ import contextlib
 import datetime
 import faulthandler
 import functools
+import importlib.util
 import inspect
 import json
 import os
 import signal
 import sys
 import time
+import traceback
 import warnings
 from pathlib import Path
 
@@ -305,7 +307,7 @@ def ours_rank(rank, folder):
 
 
 def observe_all(_rank, _world_size, base):
-    """{"stock": {scenario: [what each rank came to, or where it hangs]}, "ours": [...]}"""
+    """{"stock": {scenario: [what each rank came to, or where it hangs]}, "ours": [...], "resiliency": {...}}"""
     faulthandler.cancel_dump_traceback_later()
     import megatron.core.dist_checkpointing  # before the forks, which then need not
     import megatron.core.optimizer  # noqa: F401
@@ -314,6 +316,10 @@ def observe_all(_rank, _world_size, base):
     with contextlib.ExitStack() as stack:
         (base / "ours").mkdir()
         ours = [stack.enter_context(Fork(ours_rank, rank, base / "ours")) for rank in range(2)]
+        extension = None
+        if importlib.util.find_spec("nvidia_resiliency_ext"):
+            (base / "resiliency").mkdir()
+            extension = stack.enter_context(Fork(_resiliency, base / "resiliency"))
         running = {}
         for name in STOCK:
             folder = base / name.split()[0]
@@ -342,7 +348,20 @@ def observe_all(_rank, _world_size, base):
             for rank in ranks:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(rank.pid, signal.SIGKILL)
-        return {"stock": stock, "ours": [rank.result(150) for rank in ours]}
+        return {
+            "stock": stock,
+            "ours": [rank.result(150) for rank in ours],
+            "resiliency": extension and extension.result(150),
+        }
+
+
+def _resiliency(folder):
+    from tests.checkpoint.resiliency_ranks import torn_and_stale
+
+    try:
+        return torn_and_stale(folder)
+    except Exception:  # noqa: BLE001 - the test that looks at it fails with this text
+        return traceback.format_exc()
 
 
 def _group_leader(name, rank, folder):
