@@ -6,6 +6,7 @@ batches, so their losses can be compared: bit by bit in the layout that saved, e
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import datetime
 import faulthandler
@@ -43,6 +44,8 @@ SAVES = {
     "ep2 plain": {"config": MOE, "world": 2, "layout": {"ep": 2}, "fmt": None},
     "ep1 plain": {"config": MOE, "world": 1, "layout": {}, "fmt": None},
 }
+SAME = [name for name in SAVES if name != "ep1 plain"]
+"""Those that go on in their own layout, too."""
 DENSE_LOADS = {
     "tp1": (1, {}),
     "pp4": (4, {"pp": 4}),
@@ -52,6 +55,7 @@ DENSE_LOADS = {
 MOE_LOADS = {"ep1dp2": (2, {}), "ep1": (1, {}), "ep2": (2, {"ep": 2})}
 OTHER_CHAINS = {"ep2 plain": ["ep1dp2", "ep1"], "ep2 distributed": ["ep1"], "ep1 plain": ["ep2"]}
 """save: loads, where Megatron-Core has another number of optimizers."""
+BY_CHECKPOINTER = "ep2 distributed"
 
 
 def join(rank, world, folder):
@@ -137,7 +141,7 @@ def load_job(rank, name, world, layout, by, path, folder):
             trainer.optimizer.load_state_dict(loaded["optimizer"])
         except BaseException as e:  # noqa: BLE001 - torch's CheckpointException is no Exception
             found = {"error": f"{type(e).__name__}: {e}"}
-            return found | (weights_only(rank, trainer, case, path) if by == "ours" else {})
+            return found | (weights_only(rank, name, trainer, path) if by == "ours" else {})
         m.own_steps(trainer)
         gold, _ = m.read_all(path)
         bad, count = m.mismatches(trainer, gold, fmt=case["fmt"], metadata=SHORT_KEYS)
@@ -150,31 +154,35 @@ def load_job(rank, name, world, layout, by, path, folder):
         return found
 
 
-def weights_only(rank, trainer, case, path):
-    """Through the Checkpointer: why it does not load all, and what the weights are then."""
+def weights_only(rank, name, trainer, path):
+    """What differs from the weights that were saved: after that error, and after a load of them alone.
+
+    Of one save through the Checkpointer, with what that says when it is asked for all.
+    """
     from checkpoint import Checkpointer, SaveConfig
-    from checkpoint.contents import section_of
+    from checkpoint.contents import section_of, select
     from checkpoint.errors import LoadError
+    from checkpoint.format import TorchDistReader
+    from checkpoint.megatron import load_sharded
 
-    def request():
-        return m.state_dict(trainer, fmt=case["fmt"], loading=True, rng=False, metadata=SHORT_KEYS)
-
-    def unused(key):
-        return section_of(key) == "rng"
-
+    how = {"fmt": SAVES[name]["fmt"], "metadata": SHORT_KEYS}
+    state = m.state_dict(trainer, loading=True, rng=False, **how)
     gold, _ = m.read_all(path)
     weights = {key: value for key, value in gold.items() if section_of(key) == "model"}
-    config = SaveConfig(deadline_s=60)
-    with Checkpointer(path.parent, rank=rank, world_size=dist.get_world_size(), config=config) as c:
-        try:
-            c.load(request(), allow_unused=unused)
-            refused = ""
-        except LoadError as e:
-            refused = str(e)
-        before, _ = m.mismatches(trainer, weights, fmt=case["fmt"], metadata=SHORT_KEYS)
-        trainer.module.load_state_dict(c.load(request(), contents=("model",)).state["model"])
-    bad, count = m.mismatches(trainer, weights, fmt=case["fmt"], metadata=SHORT_KEYS)
-    return {"refused": refused, "untouched": bool(before), "bad": bad, "count": count}
+    found = {"refused": "", "before": m.mismatches(trainer, weights, **how)[0]}
+    if name == BY_CHECKPOINTER:
+        with Checkpointer(path.parent, rank=rank, world_size=dist.get_world_size(), config=SaveConfig()) as c:
+            try:
+                c.load(state, allow_unused=lambda key: section_of(key) == "rng")
+            except LoadError as e:
+                found["refused"] = str(e)
+            loaded = c.load(state, contents=("model",)).state
+    else:
+        with TorchDistReader(path) as reader:
+            loaded = load_sharded(select(state, ("model",)), reader)
+    trainer.module.load_state_dict(loaded["model"])
+    found["bad"], found["count"] = m.mismatches(trainer, weights, **how)
+    return found
 
 
 def _error(fn):
@@ -185,12 +193,22 @@ def _error(fn):
     return ""
 
 
-def run(folder, world, fn, *args):
-    """fn(rank, *args, folder) in `world` forks: results by rank."""
-    folder.mkdir()
-    with contextlib.ExitStack() as stack:
-        ranks = [stack.enter_context(Fork(_loud, fn, rank, *args, folder)) for rank in range(world)]
-        return [rank.result(120) for rank in ranks]
+def run(jobs, at_once=2):
+    """{job: results by rank} of {job: (folder, world, fn, *args)}: fn(rank, *args, folder) in `world` forks each."""
+    found, running, rest = {}, collections.deque(), collections.deque(jobs.items())
+    with contextlib.ExitStack() as everything:
+        while rest or running:
+            while rest and len(running) < at_once:
+                job, (folder, world, fn, *args) = rest.popleft()
+                folder.mkdir()
+                ranks = contextlib.ExitStack()
+                everything.push(ranks)
+                forks = [ranks.enter_context(Fork(_loud, fn, rank, *args, folder)) for rank in range(world)]
+                running.append((job, ranks, forks))
+            job, ranks, forks = running.popleft()
+            with ranks:
+                found[job] = [fork.result(120) for fork in forks]
+    return found
 
 
 def _loud(fn, *args):
@@ -213,12 +231,16 @@ def observe_all(_rank, _world, base, names):
     for number, name in enumerate(names):
         case = SAVES[name]
         home = base / str(number)
-        seen[name] = {"saved": run(home, case["world"], save_job, name)}
+        seen[name] = run({"saved": (home, case["world"], save_job, name)})
         path = home / f"root/iter_{STEPS_BEFORE:07d}"
-        loads = {"same": (case["world"], case["layout"])}
-        loads |= {load: MOE_LOADS[load] for load in OTHER_CHAINS[name]} if case["config"] is MOE else DENSE_LOADS
+        moe = case["config"] is MOE
+        loads = {load: MOE_LOADS[load] for load in OTHER_CHAINS[name]} if moe else dict(DENSE_LOADS)
+        if name in SAME:
+            loads["same"] = case["world"], case["layout"]
+        jobs = {}
         for load, (world, layout) in loads.items():
-            for by in ("ours", "stock") if name.startswith("ep") and load != "same" else ("ours",):
-                job = base / f"{number} {load} {by}"
-                seen[name][f"{load} {by}"] = run(job, world, load_job, name, world, layout, by, path)
+            for by in ("ours", "stock") if moe and load != "same" else ("ours",):
+                folder = base / f"{number} {load} {by}"
+                jobs[f"{load} {by}"] = folder, world, load_job, name, world, layout, by, path
+        seen[name] |= run(jobs)
     return seen
