@@ -158,11 +158,12 @@ def draining(rank, world_size, address, root, durable):
     with Checkpointer(
         root, rank=rank, world_size=world_size, store=address, config=config, on_event=events.append
     ) as c:
+        need = c.preflight(state(rank, world_size, 1))
         for step in (1, 2):
             c.save(step, state(rank, world_size, step))
             c.wait()
             assert c.wait_drained(40)
-    return [(e.kind, e.step) for e in events]
+    return [(e.kind, e.step) for e in events], (need.node_bytes, need.disk_peak_bytes)
 
 
 def replaced_while_idle(rank, world_size, address, root):
@@ -195,19 +196,14 @@ def retry(rank, world_size, address, root):
 
 
 def preflight(rank, world_size, address, root):
-    """What a save needs is said before training; a limit that does not take it refuses."""
-    part = state(rank, world_size, 1)
-    kept = Retention(keep_last=1)
-    with Checkpointer(root, rank=rank, world_size=world_size, store=address, config=SaveConfig(retention=kept)) as c:
-        need = c.preflight(part)
-    config = SaveConfig(retention=kept, disk_limit_bytes=400_000)
-    refused = ""
+    """A limit that does not take what a save needs refuses before training."""
+    config = SaveConfig(retention=Retention(keep_last=1), disk_limit_bytes=400_000)
     with Checkpointer(root, rank=rank, world_size=world_size, store=address, config=config) as c:
         try:
-            c.preflight(part)
+            c.preflight(state(rank, world_size, 1))
         except DiskError as e:
-            refused = str(e)
-    return need.node_bytes, need.disk_peak_bytes, refused
+            return str(e)
+    return ""
 
 
 def several(rank, world_size, address, base, cases):
