@@ -74,3 +74,10 @@ def test_an_mtp_draft_is_right_after_the_way_there_and_back(tmp_path: Path) -> N
     assert answer["tokens"] == models.expected("mtp", 1, 12)
     # Halves of the MTP projection swapped on the way, in both directions alike, would not show in the weights: here.
     assert answer["counts"]["accepted_tokens"] == answer["counts"]["draft_tokens"] > 0
+
+
+def test_an_eagle3_drafter_is_right_after_the_way_there_and_back(tmp_path: Path) -> None:
+    target, speculation = models.write_folders(tmp_path, "eagle3", 1)
+    answer = served(target, models.PROMPT, speculation | {"model": str(there_and_back(tmp_path / "draft", tmp_path))})
+    assert answer["tokens"] == models.expected("eagle3", 1, 12)
+    assert answer["counts"]["accepted_tokens"] == answer["counts"]["draft_tokens"] > 0
