@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -139,7 +138,7 @@ def read_header(path: Path) -> list[StoredTensor]:
     """
     try:
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+            size = path.stat().st_size
             head = file.read(8)
             length = int.from_bytes(head, "little")
             text = file.read(length) if length <= min(size - 8, MAX_HEADER_BYTES) else b""

@@ -9,7 +9,6 @@ import argparse
 import collections
 import contextlib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, TypeGuard
 
 from checkpoint.cli.outcome import Commands, Outcome, size_text
@@ -18,6 +17,7 @@ from converters.families import rules_for
 from converters.hf_folder import HfFolder
 from converters.offline import places
 from converters.offline.keys import Stored, is_optimizer, layout_of, weights_of
+from converters.offline.remote import place
 from converters.offline.sources import HfSource, TorchDistSource, ZarrSource
 from converters.rules.ruleset import RuleSet, account
 
@@ -29,13 +29,13 @@ SHOWN = 4
 
 def add_commands(commands: Commands) -> None:
     command = commands.add_parser("inspect", help="a Hugging Face folder or a Megatron checkpoint, and how it maps")
-    command.add_argument("path", type=Path, metavar="PATH", help="its folder, or one with iterations")
+    command.add_argument("path", metavar="PATH", help="its folder, one with iterations, or a URL that fsspec opens")
     command.add_argument("--iteration", metavar="N", help="of a Megatron checkpoint: a number or `release`")
     command.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> Outcome:
-    source = places.open_source(args.path, iteration=args.iteration)
+    source = places.open_source(place(args.path), iteration=args.iteration)
     with contextlib.closing(source):
         report = _inspect(source.folder) if isinstance(source, HfSource) else _inspect_megatron(source)
     return Outcome(report=report, lines=_lines(report), status=1 if report["problems"] else 0)

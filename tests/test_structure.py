@@ -42,6 +42,7 @@ ADAPTERS = {
     "sglang": ("weightsync/engines/sglang/",),
     "tensorstore": ("checkpoint/legacy_zarr.py",),
     "transformers": ("converters/semantic/",),
+    "upath": ("converters/offline/remote.py",),
     "verl": ("weightsync/trainers/verl.py",),
     "vllm": ("weightsync/engines/vllm/",),
 }

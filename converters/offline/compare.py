@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from converters.offline.keys import is_optimizer
 from converters.offline.layout import Layout, leaf
 from converters.offline.mapping import Decoded, DtypePolicy, megatron_weights, to_hf
 from converters.offline.move import Budget, Values
+from converters.offline.remote import place
 from converters.offline.sources import HfSource
 
 __all__ = ["CompareReport", "compare"]
@@ -63,7 +63,7 @@ def compare(
         FolderError: one of them is none, or is damaged.
         MappingError: a Megatron checkpoint does not fit its rules (only where the other is a Hugging Face folder).
     """
-    sources = [places.open_source(Path(p)) for p in (first, second)]
+    sources = [places.open_source(place(p)) for p in (first, second)]
     try:
         for path, source in zip((first, second), sources, strict=True):
             if found := places.problems(source):

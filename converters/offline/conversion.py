@@ -20,7 +20,6 @@ from typing import Any, Literal
 import torch
 
 from checkpoint.disk import disk_left_bytes
-from checkpoint.format import TorchDistReader
 from converters.errors import ConfigMismatch, FolderError, UnsupportedFamilyError
 from converters.families import FAMILIES, family_of
 from converters.hf_folder import read_folder
@@ -30,6 +29,7 @@ from converters.offline.journal import WorkFolder, check_target
 from converters.offline.keys import Layers, Spec, fits_stacked
 from converters.offline.mapping import KEEP_DTYPE, DtypePolicy, Mapped, to_hf, to_mcore
 from converters.offline.move import MIN_MEMORY_BYTES, Budget, Values, write_files
+from converters.offline.remote import place
 from converters.offline.sources import HfSource, TorchDistSource
 from converters.offline.targets import Files, hf_files, mcore_files
 from converters.rules.ruleset import RuleSet
@@ -120,7 +120,8 @@ def convert(
     """Convert the checkpoint `src` into the new folder `dst`: Hugging Face -> Megatron `torch_dist`, or back.
 
     Args:
-        src: a Hugging Face folder, or a Megatron checkpoint (an iteration's folder, or a root with several).
+        src: a Hugging Face folder, or a Megatron checkpoint (an iteration's folder, or a root with several); also a URL
+            that fsspec opens, of which only the ranges that are needed are read.
         dst: must not exist. For Megatron a root with a tracker and one iteration (`release` unless `iteration`).
         to: "hf" or "mcore"; follows from `src`, and is an error if it does not fit.
         family: name of the rules, where the config's architecture is not to decide.
@@ -151,7 +152,7 @@ def convert(
     if max_memory_bytes < MIN_MEMORY_BYTES or workers < 1:
         raise ConfigMismatch(f"max memory {max_memory_bytes} bytes, {workers} workers: expected >= 64 MiB and >= 1")
     target = Path(dst)
-    source = places.open_source(Path(src), iteration=iteration if _is_megatron(Path(src)) else None)
+    source = places.open_source(place(src), iteration=iteration if _is_megatron(place(src)) else None)
     try:
         side: Side = "mcore" if isinstance(source, HfSource) else "hf"
         if to is not None and to != side:
@@ -167,8 +168,8 @@ def convert(
                 source, family, policy, drop, carry, layout, spec, extra_state, shard_bytes or 1 << 30, iteration
             )
         else:
-            job = _to_hf(source, family, policy, drop, carry, None if hf is None else Path(hf), shard_bytes)
-        job.report.source, job.report.target = os.fspath(src), os.fspath(dst)
+            job = _to_hf(source, family, policy, drop, carry, None if hf is None else place(hf), shard_bytes)
+        job.report.source, job.report.target = str(src), os.fspath(dst)
         if plan:
             return job.report
         budget = Budget(max_memory_bytes=max_memory_bytes, workers=workers)
@@ -385,7 +386,7 @@ def _semantics(job: _Job) -> str:
 
 
 def _verify(job: _Job, written: Path, budget: Budget) -> dict[str, Any]:
-    again = TorchDistSource(TorchDistReader(written)) if job.side == "mcore" else HfSource(read_folder(written))
+    again = TorchDistSource(written) if job.side == "mcore" else HfSource(read_folder(written))
     try:
         return check.verify(job.source, job.mapped, again, job.rules, budget)
     finally:

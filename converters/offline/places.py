@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,10 +16,10 @@ from typing import Any, TypeAlias
 import torch
 
 from checkpoint.errors import CheckpointError
-from checkpoint.format import TorchDistReader
 from checkpoint.legacy_zarr import LegacyZarrReader
 from converters.errors import FolderError
 from converters.hf_folder import read_folder
+from converters.offline.remote import is_remote
 from converters.offline.sources import HfSource, TorchDistSource, ZarrSource
 
 __all__ = [
@@ -65,9 +64,11 @@ def open_source(path: Path, *, iteration: str | None = None) -> AnySource:
     except (OSError, ValueError, AttributeError) as e:
         raise FolderError(f"{folder}/metadata.json cannot be read: {e}") from e
     try:
+        if backend == "zarr" and is_remote(folder):
+            raise FolderError(f"{folder} is a legacy zarr checkpoint: copy it here first, it is read from local disks")
         if backend == "zarr":
             return ZarrSource(LegacyZarrReader(folder))
-        source = TorchDistSource(TorchDistReader(folder))
+        source = TorchDistSource(folder)
     except CheckpointError as e:
         raise FolderError(str(e)) from e
     return source
@@ -167,8 +168,8 @@ def carried_files(folder: Path | None) -> list[tuple[str, bytes]]:
     if folder is None:
         return []
     return [
-        (entry.name, Path(entry.path).read_bytes())
-        for entry in sorted(os.scandir(folder), key=lambda e: e.name)
+        (entry.name, entry.read_bytes())
+        for entry in sorted(folder.iterdir(), key=lambda e: e.name)
         if entry.is_file()
         and not entry.name.startswith(".")
         and not entry.name.endswith(_NO_FILES)

@@ -26,6 +26,7 @@ from checkpoint.format import Chunk, TorchDistReader
 from checkpoint.legacy_zarr import LegacyZarrReader
 from converters.errors import FolderError
 from converters.hf_folder import HfFolder
+from converters.offline.remote import RangedFiles, fetch, is_remote, version
 
 __all__ = ["Header", "HfSource", "Source", "TorchDistSource", "ZarrSource"]
 
@@ -98,9 +99,15 @@ class _Files:
                 os.close(self._fds.popitem()[1])
 
 
+def _files(root: Path) -> _Files | RangedFiles:
+    return RangedFiles(root) if is_remote(root) else _Files(root)
+
+
 def _identity(root: Path, files: Sequence[str]) -> list[Any]:
-    stats = [(file, os.stat(root / file)) for file in files if (root / file).exists()]
-    return [[file, s.st_size, s.st_mtime_ns] for file, s in stats]
+    there = [root / file for file in files if (root / file).exists()]
+    if is_remote(root):
+        return [[path.name, version(path)] for path in there]
+    return [[str(path.relative_to(root)), s.st_size, s.st_mtime_ns] for path in there for s in (path.stat(),)]
 
 
 class HfSource(Source):
@@ -108,7 +115,7 @@ class HfSource(Source):
         self.folder = folder
         self.headers = {t.name: Header(t.shape, t.dtype) for t in folder.tensors.values()}
         self.identity = _identity(folder.path, folder.shards)
-        self._files = _Files(folder.path)
+        self._files = _files(folder.path)
 
     def read(self, name: str, start: int, out: memoryview) -> None:
         tensor = self.folder.tensors[name]
@@ -121,13 +128,14 @@ class HfSource(Source):
 class TorchDistSource(Source):
     """`objects` are the keys of what is no tensor."""
 
-    def __init__(self, reader: TorchDistReader) -> None:
-        self.reader = reader
-        self.path = Path(reader.path)
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._files = _files(path)
+        self.reader = TorchDistReader(path, fetch=fetch(self._files) if isinstance(self._files, RangedFiles) else None)
+        reader = self.reader
         self.headers = {key: Header(entry.shape, entry.dtype) for key, entry in reader.index.tensors.items()}
         self.objects = tuple(reader.index.objects)
         self.identity = _identity(self.path, [*reader.index.files(), ".metadata"])
-        self._files = _Files(self.path)
         self._runs: dict[str, tuple[list[int], list[Chunk]] | None] = {}
 
     def missing_files(self) -> list[str]:
