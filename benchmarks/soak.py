@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-# Before this folder, whose checkpoint.py would hide the package of that name.
+# From a clone, without an installation.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from weightsync.bench.config import BenchConfig

@@ -24,7 +24,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-# Before this folder, whose checkpoint.py would hide the package of that name.
+# From a clone, without an installation.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch

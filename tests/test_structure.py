@@ -318,3 +318,11 @@ def test_what_is_pinned_is_what_the_project_asks_for():
         if "==" in line
     }
     assert {re.match(r"[\w-]+", w)[0] for w in wanted} - pinned == set()
+
+
+def test_no_script_hides_a_package_from_those_beside_it():
+    # `python benchmarks/x.py` looks for imports in benchmarks/ first.
+    scripts = {
+        p.stem for folder in ("benchmarks", "benchmarks/anchors", "examples") for p in (ROOT / folder).glob("*.py")
+    }
+    assert scripts & set(PACKAGES) == set()

@@ -1,6 +1,6 @@
 """How long a save holds training, and how long until it can be loaded: ours beside the limits and today's ways.
 
-    python benchmarks/checkpoint.py [--mb 1200] [--rounds 3] [--slow 15] [--ways ours,dcp_process,...] [--json FILE]
+    python benchmarks/saves.py [--mb 1200] [--rounds 3] [--slow 15] [--ways ours,dcp_process,...] [--json FILE]
 
 Two ranks with `--mb` MB each: bf16 weights and two fp32 optimizer states in tensors of 4 to 8 MB. Per way and round,
 the largest over ranks of: seconds that the training thread was held; seconds until the checkpoint is on disk and
@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 LIMITS = ("memcpy", "write_fsync", "write_push", "write_direct")
 WAYS = ("ours", "mcore_sync", "mcore_fork", "dcp_sync", "dcp_process")
-SLOW_PROGRAM = "import sys; sys.path.insert(0, {root!r}); from benchmarks.checkpoint import slow_writer; slow_writer()"
+SLOW_PROGRAM = "import sys; sys.path.insert(0, {root!r}); from benchmarks.saves import slow_writer; slow_writer()"
 
 
 def slow_writer():
