@@ -148,6 +148,7 @@ def mbridge_child(source, target):
     import warnings
 
     warnings.simplefilter("ignore")
+    import psutil
     import torch.distributed as dist
 
     from tests.converters.live_ranks import load_with_mbridge
@@ -170,7 +171,9 @@ def mbridge_child(source, target):
         sync(target)
     print(json.dumps({"seconds": time.perf_counter() - began, "anonymous_bytes": anonymous() - before}))
     sys.stdout.flush()
-    os._exit(0)  # Megatron's groups and writers are not taken down
+    for process in psutil.Process().children(recursive=True):
+        process.kill()  # Megatron's writer outlives its queue, and holds the pipe that the caller reads to its end
+    os._exit(0)  # Megatron's groups are not taken down
 
 
 def run(name, *args):
