@@ -6,11 +6,11 @@ import http.client
 import json
 import socket
 import ssl
-import urllib.parse
 from collections.abc import Mapping
 from typing import Any
 
 from weightsync import errors
+from weightsync.engine.calls import Endpoint
 from weightsync.engine.http import PREFIX
 from weightsync.protocol import PublishCall
 
@@ -48,21 +48,16 @@ class HttpControl:
     def __init__(
         self, url: str, *, api_key: str, name: str | None = None, ssl_context: ssl.SSLContext | None = None
     ) -> None:
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or not parts.port:
-            raise errors.ConfigError(f"engine address {url!r}: expected http://host:port or https://host:port")
+        self._endpoint = Endpoint(url, name=name, ssl_context=ssl_context)
         if not api_key:
             raise errors.ConfigError(f"engine {url}: api_key is empty; pass the key that the engine was started with")
-        self.url = url.rstrip("/")
+        self.url = self._endpoint.url
         self.api_key = api_key
-        self._parts = parts
-        self._ssl_context = ssl_context
-        self._name = name if name is not None else f"{parts.hostname}:{parts.port}"
         self._direct = False
 
     @property
     def name(self) -> str:
-        return self._name
+        return self._endpoint.name
 
     def status(self, *, deadline_s: float) -> Mapping[str, Any]:
         status = self.call("status", {}, deadline_s=deadline_s)
@@ -95,7 +90,7 @@ class HttpControl:
 
     def call(self, name: str, body: Mapping[str, Any], *, deadline_s: float) -> dict[str, Any]:
         """POST `body` to `/weightsync/v1/<name>` and return the reply. Raises as the class says."""
-        connection = self._connect(deadline_s)
+        connection = self._endpoint.connect(deadline_s)
         where = f"engine {self.name}, {name}"
         try:
             connection.request(
@@ -147,15 +142,6 @@ class HttpControl:
                 phase=name,
             )
         raise raised(self.name, name, error, f"HTTP {response.status}")
-
-    def _connect(self, deadline_s: float) -> http.client.HTTPConnection:
-        assert self._parts.hostname is not None
-        if self._parts.scheme == "https":
-            context = self._ssl_context or ssl.create_default_context()
-            return http.client.HTTPSConnection(
-                self._parts.hostname, self._parts.port, timeout=deadline_s, context=context
-            )
-        return http.client.HTTPConnection(self._parts.hostname, self._parts.port, timeout=deadline_s)
 
 
 def raised(engine: str, phase: str, error: Mapping[str, Any], default: str = "failed") -> errors.WeightSyncError:

@@ -9,6 +9,7 @@ The engine's fence is a pause: it stays paused until a full publish succeeds, bu
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import secrets
 import threading
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from weightsync import errors
+from weightsync.engine.calls import one_call
 from weightsync.engine.coverage import Loading
 from weightsync.engine.dryrun import DryLoad
 from weightsync.engine.receiver import Receiver
@@ -204,26 +206,8 @@ class Relay:
             raise errors.EngineError(f"engine {self.name}: nobody has asked its status: publish through a Publisher")
         return self._receiver
 
-    def _one(self, phase: str) -> _Turn:
-        return _Turn(self._busy, self.name, phase)
-
-
-class _Turn:
-    """Refuses a second call instead of queueing it: a publisher that gave up must not be followed by its own call."""
-
-    def __init__(self, lock: threading.Lock, name: str, phase: str) -> None:
-        self._lock, self._name, self._phase = lock, name, phase
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            raise errors.EngineError(
-                f"engine {self._name}: {self._phase}: another control call is in progress: wait for it",
-                engine=self._name,
-                phase=self._phase,
-            )
-
-    def __exit__(self, *exc: object) -> None:
-        self._lock.release()
+    def _one(self, phase: str) -> contextlib.AbstractContextManager[None]:
+        return one_call(self._busy, self.name, phase)
 
 
 class _RelayReceiver(Receiver):

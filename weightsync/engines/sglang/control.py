@@ -8,16 +8,15 @@ server without the bridge refuses that backend at once and goes on serving: the 
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
 import ssl
 import threading
 import time
-import urllib.parse
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from weightsync import errors
+from weightsync.engine.calls import Endpoint
 from weightsync.engine.control import raised
 from weightsync.engines.sglang.rows import BACKEND
 from weightsync.protocol import PublishCall
@@ -159,13 +158,9 @@ class HttpLink:
     def __init__(
         self, url: str, *, api_key: str | None, name: str | None, ssl_context: ssl.SSLContext | None = None
     ) -> None:
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or not parts.port:
-            raise errors.ConfigError(f"engine address {url!r}: expected http://host:port or https://host:port")
-        self._host, self._port, self._tls = parts.hostname, parts.port, parts.scheme == "https"
-        self._path = parts.path.rstrip("/")
-        self._url, self._api_key, self._ssl_context = url, api_key, ssl_context
-        self.name = name if name is not None else f"{parts.hostname}:{parts.port}"
+        self._endpoint = Endpoint(url, name=name, ssl_context=ssl_context)
+        self._url, self._api_key = url, api_key
+        self.name = self._endpoint.name
 
     def update_group(self, group_name: str, *, deadline_s: float) -> tuple[bool, str]:
         status, reply = self.post(
@@ -203,34 +198,12 @@ class HttpLink:
         headers = {"Content-Type": "application/json"}
         if self._api_key:
             headers["Authorization"] = f"Bearer {self._api_key}"
-        connection = self._connect(deadline_s)
+        text = None if body is None else json.dumps(body)
+        status, raw = self._endpoint.exchange(verb, path, text, headers, deadline_s)
         try:
-            connection.request(verb, self._path + path, None if body is None else json.dumps(body), headers)
-            response = connection.getresponse()
-            raw = response.read()
-        except TimeoutError as e:
-            raise errors.EngineError(
-                f"engine {self.name}: no answer to {path} within {deadline_s:g} s: stopped, busy or unreachable; look "
-                "at its log, or raise the deadline",
-                engine=self.name,
-            ) from e
-        except (OSError, http.client.HTTPException) as e:
-            raise errors.EngineError(
-                f"engine {self.name}: cannot reach {self._url}: {type(e).__name__}: {e}: is it up, the address right?",
-                engine=self.name,
-            ) from e
-        finally:
-            connection.close()
-        try:
-            return response.status, json.loads(raw)
+            return status, json.loads(raw)
         except ValueError:
-            return response.status, raw.decode(errors="replace")
-
-    def _connect(self, deadline_s: float) -> http.client.HTTPConnection:
-        if self._tls:
-            context = self._ssl_context or ssl.create_default_context()
-            return http.client.HTTPSConnection(self._host, self._port, timeout=deadline_s, context=context)
-        return http.client.HTTPConnection(self._host, self._port, timeout=deadline_s)
+            return status, raw.decode(errors="replace")
 
 
 class InProcessLink:

@@ -7,6 +7,7 @@ version set. What the ranks did it reads where they wrote it, in the publisher's
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import secrets
 import threading
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from weightsync import errors
+from weightsync.engine.calls import one_call
 from weightsync.engines.capabilities import Row, find_row
 from weightsync.engines.settings import Settings
 from weightsync.engines.vllm import BACKEND, EXTENSION
@@ -370,23 +372,5 @@ class Leader:
                 phase=phase,
             ) from e
 
-    def _one(self, phase: str) -> _Busy:
-        return _Busy(self._busy, self.name, phase)
-
-
-class _Busy:
-    """Refuses a second call instead of queueing it: a publisher that gave up must not be followed by its own call."""
-
-    def __init__(self, lock: threading.Lock, name: str, phase: str) -> None:
-        self._lock, self._name, self._phase = lock, name, phase
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            raise errors.EngineError(
-                f"engine {self._name}: {self._phase}: another control call is in progress: wait for it",
-                engine=self._name,
-                phase=self._phase,
-            )
-
-    def __exit__(self, *exc: object) -> None:
-        self._lock.release()
+    def _one(self, phase: str) -> contextlib.AbstractContextManager[None]:
+        return one_call(self._busy, self.name, phase)

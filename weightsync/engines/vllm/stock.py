@@ -10,7 +10,6 @@ is in `MISSING`, and in every report. Runs in the trainer: vLLM itself is import
 from __future__ import annotations
 
 import concurrent.futures
-import http.client
 import json
 import re
 import ssl
@@ -24,6 +23,7 @@ import torch
 
 from weightsync import errors
 from weightsync.acks import start_call
+from weightsync.engine.calls import Endpoint
 from weightsync.engines.nccl import NcclGroup
 from weightsync.engines.relay import Relay, StockFacts
 from weightsync.engines.vllm.rows import stock_row
@@ -286,15 +286,11 @@ class _HttpApi:
     """vLLM's HTTP server in development mode; each call is a connection of its own."""
 
     def __init__(self, url: str, *, api_key: str | None, name: str | None, ssl_context: ssl.SSLContext | None) -> None:
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or not parts.port:
-            raise errors.ConfigError(f"engine address {url!r}: expected http://host:port or https://host:port")
-        self._url, self._parts = url.rstrip("/"), parts
+        self._endpoint = Endpoint(url, name=name, ssl_context=ssl_context)
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._ssl_context = ssl_context
-        self.name = name if name is not None else f"{parts.hostname}:{parts.port}"
+        self.name = self._endpoint.name
 
     def call(self, path: str, deadline_s: float, body: Mapping[str, Any] | None = None, **query: str) -> Any:
         target = f"{path}?{urllib.parse.urlencode(query)}" if query else path
@@ -321,58 +317,32 @@ class _HttpApi:
 
     def _no_vllm(self, why: str) -> errors.UnsupportedError:
         return errors.UnsupportedError(
-            f"engine {self.name}: {self._url}: {why}: that is no vLLM server's own address; behind a router, list the "
-            "addresses of the servers themselves"
+            f"engine {self.name}: {self._endpoint.url}: {why}: that is no vLLM server's own address; behind a "
+            "router, list the addresses of the servers themselves"
         )
 
     def _ask(self, method: str, target: str, deadline_s: float, body: str | None = None) -> Any:
         path = target.partition("?")[0]
-        connection = self._connect(deadline_s)
-        try:
-            connection.request(method, self._parts.path.rstrip("/") + target, body, self._headers)
-            response = connection.getresponse()
-            raw = response.read()
-        except TimeoutError as e:
-            raise errors.EngineError(
-                f"engine {self.name}: no answer to {path} within {deadline_s:g} s: stopped, busy or unreachable; look "
-                "at its log, or raise the deadline",
-                engine=self.name,
-            ) from e
-        except (OSError, http.client.HTTPException) as e:
-            raise errors.EngineError(
-                f"engine {self.name}: cannot reach {self._url}: {type(e).__name__}: {e}: is it up, the address right?",
-                engine=self.name,
-            ) from e
-        finally:
-            connection.close()
+        status, raw = self._endpoint.exchange(method, target, body, self._headers, deadline_s)
         text = raw.decode(errors="replace")
-        if response.status in (401, 403):
-            raise errors.AuthError(f"engine {self.name}: vLLM refuses the key ({response.status}): pass its api_key")
-        if response.status == 404 and path == "/version":
+        if status in (401, 403):
+            raise errors.AuthError(f"engine {self.name}: vLLM refuses the key ({status}): pass its api_key")
+        if status == 404 and path == "/version":
             raise self._no_vllm("there is no /version")
-        if response.status == 404:
+        if status == 404:
             raise errors.UnsupportedError(
                 f"engine {self.name}: this vLLM has no {path}: set VLLM_SERVER_DEV_MODE=1 in its environment, which "
                 f"opens its weight transfer API, or {_ADAPTER}"
             )
-        if response.status != 200:
+        if status != 200:
             raise errors.EngineError(
-                f"engine {self.name}: vLLM answered {response.status} to {path}: {text[:300]}: look at its log",
+                f"engine {self.name}: vLLM answered {status} to {path}: {text[:300]}: look at its log",
                 engine=self.name,
             )
         try:
             return json.loads(text)
         except ValueError:
             return text
-
-    def _connect(self, deadline_s: float) -> http.client.HTTPConnection:
-        assert self._parts.hostname is not None
-        if self._parts.scheme == "https":
-            context = self._ssl_context or ssl.create_default_context()
-            return http.client.HTTPSConnection(
-                self._parts.hostname, self._parts.port, timeout=deadline_s, context=context
-            )
-        return http.client.HTTPConnection(self._parts.hostname, self._parts.port, timeout=deadline_s)
 
 
 class _LocalApi:
