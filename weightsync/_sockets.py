@@ -97,13 +97,13 @@ def take(ends: Endpoints) -> socket.socket | None:
     return None
 
 
-def shut_down(ends: set[Endpoints]) -> int:
-    """Shut down both directions of these sockets, whoever owns them; returns how many were still there."""
+def shut_down(ends: set[Endpoints], how: int = socket.SHUT_RDWR) -> int:
+    """Shut these sockets down, whoever owns them (`how` as in `socket.shutdown`); returns how many were still there."""
     count = 0
     for _, sock, found in _each():
         if found in ends:
             with contextlib.suppress(OSError):  # the peer was faster
-                sock.shutdown(socket.SHUT_RDWR)
+                sock.shutdown(how)
             count += 1
     return count
 

@@ -6,8 +6,11 @@ here touches the default group, torch's registry of groups, or the current devic
 
 What a stuck operation does was measured with torch 2.13: `ProcessGroupGloo.abort()` closes nothing, and its destructor
 waits until the operations in flight time out. Shutting its sockets down ends both within milliseconds, here and at the
-peers, and threads and descriptors are gone. NCCL has a real abort, but its own watchdog ends the whole process: its
-timeout is set far beyond any of ours.
+peers, and threads and descriptors are gone. One case stays: gloo's event thread takes an operation off its list when
+the peer is ready for it, and forgets it if writing then fails, so nobody is told and the operation ends only at its own
+timeout. So a connection that is gone counts as a failure, whatever the operation says; and one's own sockets are shut
+down for reading first, which lets that thread write what it was asked for before it sees the end.
+NCCL has a real abort, but its own watchdog ends the whole process: its timeout is set far beyond any of ours.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import datetime
 import json
 import math
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -40,6 +44,12 @@ _NCCL_TIMEOUT = datetime.timedelta(days=7)
 
 _BEYOND_S = 5.0
 """How much later than our deadline an operation of gloo gives up by itself, if the caller never comes back to it."""
+
+_LOOK_S = 0.25
+"""How often a waiting member of a gloo group looks whether its connections are still there; gone twice is gone."""
+
+_DRAIN_S = 0.5
+"""How long gloo's event thread gets to see the end of a connection that was shut down for reading."""
 
 _one_device = threading.Lock()
 """One gloo device is made at a time, so that the listening socket that appears is its."""
@@ -284,15 +294,26 @@ class _Gloo(DataGroup):
         super().retire()
 
     def wait(self, work: dist.Work, end: float) -> bool:
+        missed: set[_sockets.Endpoints] = set()
         while not work.is_completed():
             left_s = end - time.monotonic()
             if left_s <= 0:
                 return False
-            # In slices, so that signals are handled. Never 0 ms: that means for ever.
-            millis = max(1, math.ceil(1e3 * min(left_s, 1.0)))
+            # Never 0 ms: that means for ever.
+            millis = max(1, math.ceil(1e3 * min(left_s, _LOOK_S)))
             with contextlib.suppress(RuntimeError):  # this wait timed out, or the operation failed: the last line tells
                 work.wait(datetime.timedelta(milliseconds=millis))
+            if work.is_completed():
+                break
+            gone = self._pairs - self._open_pairs()
+            if lost := missed & gone:
+                host, port = min(ends.remote for ends in lost if ends.remote is not None)
+                raise dist.DistNetworkError(f"the connection to [{host}]:{port} is gone")
+            missed = gone
         return bool(work.wait())
+
+    def _open_pairs(self) -> set[_sockets.Endpoints]:
+        return _sockets.find(lambda ends: ends in self._pairs)
 
     def culprit(self, error: Exception) -> int | None:
         for host, text in re.findall(r"\[([0-9a-fA-F.:]+)\]:(\d+)", str(error)):
@@ -305,7 +326,11 @@ class _Gloo(DataGroup):
         return None
 
     def _kill(self, pg: Any) -> None:
-        _sockets.shut_down(self._pairs)
+        _sockets.shut_down(self._pairs, socket.SHUT_RD)
+        end = time.monotonic() + _DRAIN_S
+        while self._open_pairs() and time.monotonic() < end:
+            time.sleep(1e-3)
+        _sockets.shut_down(self._pairs, socket.SHUT_RDWR)
 
 
 class _Nccl(DataGroup):
