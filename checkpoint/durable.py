@@ -22,8 +22,9 @@ from checkpoint.format.files import STEP_BYTES, FileRecord, new_digest
 from checkpoint.format.folder import Fetch, TorchDistReader
 from checkpoint.layout import committed_path, step_of
 from checkpoint.seals import CommitRecord, files_holding, parse_commit
+from checkpoint.storage import asking, opening
 
-__all__ = ["Durable", "is_url"]
+__all__ = ["Durable"]
 
 BLOCK_BYTES = 128 << 10
 SMALL_BYTES = 16 << 10
@@ -32,11 +33,6 @@ NUM_BLOCKS = 64
 
 Moved = Callable[[int], None]
 """Told of every piece that went over the wire."""
-
-
-def is_url(place: str | Path) -> bool:
-    """Whether fsspec has to open it."""
-    return "://" in str(place)
 
 
 class Durable:
@@ -49,14 +45,10 @@ class Durable:
     """
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
-        try:
+        with opening(url, ConfigError):
             import fsspec
-        except ImportError as e:
-            raise ConfigError("durable storage needs the package `fsspec`: pip install 'weightsync[storage]'") from e
-        try:
+
             self._fs, base = fsspec.core.url_to_fs(url, **(options or {}))
-        except (ImportError, ValueError, TypeError) as e:
-            raise ConfigError(f"fsspec cannot open {url!r}: {e}") from e
         self.url, self._base = url.rstrip("/"), str(base).rstrip("/")
 
     def __str__(self) -> str:
@@ -69,15 +61,8 @@ class Durable:
         """What to call it in messages."""
         return f"{self.url}/{committed_path('', step).name}" + (f"/{name}" if name else "")
 
-    @contextlib.contextmanager
-    def _asking(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except (FileNotFoundError, CheckpointError):
-            raise
-        except Exception as e:
-            # Every client has errors of its own; whoever drains or loads must be able to catch them all.
-            raise StorageError(f"{what}: {type(e).__name__}: {e}") from e
+    def _asking(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return asking(what, StorageError, ours=CheckpointError)
 
     # Reading
 

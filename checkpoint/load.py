@@ -20,12 +20,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from checkpoint.durable import Durable, is_url
+from checkpoint.durable import Durable
 from checkpoint.errors import CheckpointError, CoverageError, DigestError, FormatError, LoadError, StorageError
 from checkpoint.format.files import FileRecord, file_digest
 from checkpoint.format.folder import Fetch, TorchDistReader
 from checkpoint.layout import committed_path, committed_steps
 from checkpoint.seals import CommitRecord, files_holding, read_commit
+from checkpoint.storage import is_url
 from checkpoint.store import Store
 
 __all__ = ["Candidate", "LoadGroup", "candidates", "load_best", "open_assembled", "prove", "verify"]

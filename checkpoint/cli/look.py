@@ -13,10 +13,11 @@ from typing import Any
 from checkpoint.cli.outcome import Commands, Outcome, size_text, table
 from checkpoint.cli.places import Step, add_storage_options, existing_folder, open_durable, open_step
 from checkpoint.drain import drained_to
-from checkpoint.durable import Durable, is_url
+from checkpoint.durable import Durable
 from checkpoint.errors import CheckpointError, FormatError
 from checkpoint.layout import TRACKER, committed_path, committed_steps, leftovers
 from checkpoint.seals import CommitRecord, read_commit
+from checkpoint.storage import is_url
 
 __all__ = ["add_commands"]
 

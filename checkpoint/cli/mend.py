@@ -11,7 +11,6 @@ from typing import Any
 from checkpoint.cli.outcome import Commands, Outcome, size_text
 from checkpoint.cli.places import add_storage_options, existing_folder, storage_options
 from checkpoint.drain import drain, drained_to
-from checkpoint.durable import is_url
 from checkpoint.errors import CheckpointError, ConfigError
 from checkpoint.layout import (
     LeftOver,
@@ -24,6 +23,7 @@ from checkpoint.layout import (
 )
 from checkpoint.rebuild import rebuild
 from checkpoint.retention import Retention, doomed, prune
+from checkpoint.storage import is_url
 
 __all__ = ["add_commands"]
 

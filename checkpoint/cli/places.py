@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from checkpoint.durable import Durable, is_url
+from checkpoint.durable import Durable
 from checkpoint.errors import ConfigError, FormatError
 from checkpoint.format.folder import TorchDistReader
 from checkpoint.layout import step_of
 from checkpoint.load import prove
 from checkpoint.seals import CommitRecord, read_commit
+from checkpoint.storage import is_url
 
 __all__ = ["Step", "add_storage_options", "existing_folder", "open_durable", "open_step", "storage_options"]
 

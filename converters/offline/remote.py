@@ -8,15 +8,13 @@ filesystem needs to be told (endpoint, profile) comes from fsspec's configuratio
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from checkpoint.durable import is_url
 from checkpoint.format.folder import Fetch
+from checkpoint.storage import asking, is_url, opening
 from converters.errors import FolderError
 
 __all__ = ["RangedFiles", "fetch", "is_remote", "place", "version"]
@@ -33,15 +31,11 @@ def place(path: str | os.PathLike[str]) -> Path:
     """
     if not is_url(str(path)):
         return Path(path)
-    try:
+    with opening(path, FolderError):
         from upath import UPath
 
         remote: Any = UPath(str(path))
         remote.fs  # noqa: B018 - looks for the filesystem's package
-    except (ImportError, ValueError, TypeError) as e:
-        raise FolderError(
-            f"{path}: fsspec cannot open it: {e}; pip install 'weightsync[storage]' and its client"
-        ) from e
     found: Path = remote
     return found
 
@@ -94,7 +88,7 @@ class RangedFiles:
 
     def _cat(self, file: str, pos: int, end: int | None) -> bytes:
         where: Any = self._root / file
-        with asking(where):
+        with asking(f"{where} cannot be read", FolderError, ours=FolderError):
             return bytes(self._fs.cat_file(where.path, start=pos, end=end))
 
     def close(self) -> None:
@@ -109,14 +103,3 @@ def fetch(files: RangedFiles) -> Fetch:
         return files.whole(file) if size is None else files.range(file, pos, size)
 
     return of
-
-
-@contextlib.contextmanager
-def asking(what: object) -> Iterator[None]:
-    """Errors of a storage's client as `FolderError`; each client has its own."""
-    try:
-        yield
-    except (FileNotFoundError, FolderError):
-        raise
-    except Exception as e:
-        raise FolderError(f"{what} cannot be read: {type(e).__name__}: {e}") from e
