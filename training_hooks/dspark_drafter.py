@@ -35,7 +35,7 @@ from training_hooks.dspark import (
     sample_anchors,
 )
 from training_hooks.errors import SettingsError
-from training_hooks.layers import Mlp, Norm, load_folder, rotate, save_folder, softmax
+from training_hooks.layers import Attention, DrafterShape, Mlp, Norm, load_folder, save_folder, softmax
 from training_hooks.losses import DraftLoss
 
 __all__ = ["DSparkConfig", "DSparkDrafter"]
@@ -44,57 +44,32 @@ ARCHITECTURE, VERSION = "DSparkDraftModel", 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DSparkConfig:
-    """Shape of a drafter. `block`: tokens per pass. `layers`: the states of the target that it reads, low to high.
-    `markov`: kind of its Markov head, of rank `markov_rank`."""
+class DSparkConfig(DrafterShape):
+    """Shape of a drafter. `block`: tokens per pass. `markov`: kind of its Markov head, of rank `markov_rank`."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
     num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    layers: tuple[LayerRef, ...]
     block: int = 7
     markov: Literal["vanilla", "gated", "rnn"] = "gated"
     markov_rank: int = 64
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
 
     def __post_init__(self) -> None:
-        if not self.layers or any(ref.kind == "final_norm" for ref in self.layers):
-            raise SettingsError("a drafter reads inputs or outputs of layers; the final norm is the teacher's")
-        if self.num_heads % self.num_kv_heads:
-            raise SettingsError(f"{self.num_heads} heads do not divide into {self.num_kv_heads} groups")
+        DrafterShape.__post_init__(self)  # `super()` does not know a class with slots: it is made twice
         if self.markov not in ("vanilla", "gated", "rnn"):
             raise SettingsError(f"markov is {self.markov!r}: expected 'vanilla', 'gated' or 'rnn'")
         if min(self.block, self.num_layers, self.markov_rank) < 1:
             raise SettingsError("block, num_layers and markov_rank must be positive")
 
     def to_json(self) -> dict[str, Any]:
-        """The fields of config.json. Layer ids are of inputs, as engines count, and say so."""
-        ids = [ref.canonical.index + (ref.canonical.kind == "output_of") for ref in self.layers]
+        """The fields of config.json."""
+        fields, own = self.shape_json("target_layer_ids")
+        own |= {"block_size": self.block, "markov_head": self.markov, "markov_rank": self.markov_rank}
         return {
             "architectures": [ARCHITECTURE],
             "model_type": "dspark",
             "dspark_version": VERSION,
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
             "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "rms_norm_eps": self.rms_norm_eps,
-            "rope_theta": self.rope_theta,
-            "dspark_config": {
-                "block_size": self.block,
-                "markov_head": self.markov,
-                "markov_rank": self.markov_rank,
-                "target_layer_ids": ids,
-                "layer_id_convention": "input_to",
-            },
+            **fields,
+            "dspark_config": own,
         }
 
     @staticmethod
@@ -109,67 +84,32 @@ class DSparkConfig:
                 f"config.json says dspark_version {obj.get('dspark_version')!r}, this library reads {VERSION}: save "
                 "the drafter with the same release"
             )
-        own = obj["dspark_config"]
-        kind = own.get("layer_id_convention")
-        if kind not in ("input_to", "output_of"):
-            raise SettingsError(
-                f"config.json says {kind!r} for dspark_config.layer_id_convention: add 'input_to' or 'output_of', "
-                "whichever its layer ids follow"
-            )
+        shape, own = DrafterShape.shape_of(obj, "dspark_config", "target_layer_ids"), obj["dspark_config"]
         return DSparkConfig(
-            vocab_size=obj["vocab_size"],
-            hidden_size=obj["hidden_size"],
-            intermediate_size=obj["intermediate_size"],
             num_layers=obj["num_hidden_layers"],
-            num_heads=obj["num_attention_heads"],
-            num_kv_heads=obj["num_key_value_heads"],
-            head_dim=obj["head_dim"],
-            layers=tuple(LayerRef(kind, i) for i in own["target_layer_ids"]),
             block=own["block_size"],
             markov=own["markov_head"],
             markov_rank=own["markov_rank"],
-            rms_norm_eps=obj["rms_norm_eps"],
-            rope_theta=obj["rope_theta"],
+            **shape,
         )
 
 
-class _Attention(nn.Module):
-    def __init__(self, config: DSparkConfig) -> None:
-        super().__init__()
-        self.config = config
-        size = config.hidden_size
-        self.q_proj = nn.Linear(size, config.num_heads * config.head_dim, bias=False)
-        self.k_proj = nn.Linear(size, config.num_kv_heads * config.head_dim, bias=False)
-        self.v_proj = nn.Linear(size, config.num_kv_heads * config.head_dim, bias=False)
-        self.o_proj = nn.Linear(config.num_heads * config.head_dim, size, bias=False)
-
+class _Attention(Attention):
     def forward(
         self, x: torch.Tensor, context: torch.Tensor, rows: torch.Tensor, anchors: torch.Tensor
     ) -> torch.Tensor:
         """`x` [n, block, h]; `context` [b, s, h]; `rows`, `anchors` int64 [n]: whose positions before a block sees."""
-        dim, theta = self.config.head_dim, self.config.rope_theta
-        block, columns = x.shape[1], context.shape[1]
-        own = anchors[:, None] + torch.arange(block, device=x.device)
+        columns = context.shape[1]
+        own = (anchors[:, None] + torch.arange(x.shape[1], device=x.device))[:, None]
         every = torch.arange(columns, device=x.device)
-
-        def heads(part: nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = part(inputs).unflatten(-1, (-1, dim)).transpose(1, 2)
-            return out
-
-        groups = self.config.num_heads // self.config.num_kv_heads
-        q = rotate(heads(self.q_proj, x), own[:, None], theta)
-        k = rotate(heads(self.k_proj, x), own[:, None], theta).repeat_interleave(groups, 1)
-        v = heads(self.v_proj, x).repeat_interleave(groups, 1)
-        context_k = rotate(heads(self.k_proj, context), every, theta).repeat_interleave(groups, 1)[rows]
-        context_v = heads(self.v_proj, context).repeat_interleave(groups, 1)[rows]
+        q, (k, v) = self.queries(x, own), self.keys_values(x, own)
+        context_k, context_v = (part[rows] for part in self.keys_values(context, every))
         seen = every < anchors[:, None, None, None]
         scores = torch.cat(
             [(q @ context_k.transpose(-1, -2)).masked_fill(~seen, float("-inf")), q @ k.transpose(-1, -2)], -1
         )
-        weights = softmax(scores / math.sqrt(dim))
-        out = weights[..., :columns] @ context_v + weights[..., columns:] @ v
-        result: torch.Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
-        return result
+        weights = softmax(scores / math.sqrt(self.shape.head_dim))
+        return self.merge(weights[..., :columns] @ context_v + weights[..., columns:] @ v)
 
 
 class _Layer(nn.Module):
@@ -177,7 +117,7 @@ class _Layer(nn.Module):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = Norm(size, eps)
-        self.self_attn = _Attention(config)
+        self.self_attn = _Attention(config, size)
         self.post_attention_layernorm = Norm(size, eps)
         self.mlp = Mlp(size, config.intermediate_size)
 

@@ -25,52 +25,31 @@ from training_hooks.capture import LayerRef
 from training_hooks.drafter import Batch, DrafterTraining, LossOf
 from training_hooks.eagle3 import DraftVocabulary, Eagle3Loss, eagle3_loss
 from training_hooks.errors import SettingsError
-from training_hooks.layers import Mlp, Norm, load_folder, rotate, save_folder, softmax
+from training_hooks.layers import Attention, DrafterShape, Mlp, Norm, load_folder, save_folder, softmax
 from training_hooks.losses import DraftLoss
 
 __all__ = ["Eagle3Config", "Eagle3Drafter"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Eagle3Config:
-    """Shape of a drafter. `layers`: the three states of the target that it reads, low to high."""
+class Eagle3Config(DrafterShape):
+    """Shape of a drafter; it reads three states of its target."""
 
-    vocab_size: int
     draft_vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     layers: tuple[LayerRef, LayerRef, LayerRef]
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-
-    def __post_init__(self) -> None:
-        if any(ref.kind == "final_norm" for ref in self.layers):
-            raise SettingsError("a drafter reads inputs or outputs of layers; the final norm is the teacher's")
-        if self.num_heads % self.num_kv_heads:
-            raise SettingsError(f"{self.num_heads} heads do not divide into {self.num_kv_heads} groups")
 
     def to_json(self) -> dict[str, Any]:
-        """The fields of config.json. Layer ids are of inputs, as engines count, and say so."""
-        ids = [ref.canonical.index + (ref.canonical.kind == "output_of") for ref in self.layers]
+        """The fields of config.json."""
+        fields, own = self.shape_json("eagle_aux_hidden_state_layer_ids")
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
-            "vocab_size": self.vocab_size,
             "draft_vocab_size": self.draft_vocab_size,
-            "hidden_size": self.hidden_size,
             "target_hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
             "num_hidden_layers": 1,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "rms_norm_eps": self.rms_norm_eps,
-            "rope_theta": self.rope_theta,
             "tie_word_embeddings": False,
-            "eagle_config": {"eagle_aux_hidden_state_layer_ids": ids, "layer_id_convention": "input_to"},
+            **fields,
+            "eagle_config": own,
         }
 
     @staticmethod
@@ -80,57 +59,27 @@ class Eagle3Config:
         Raises:
             SettingsError: layer ids without their convention.
         """
-        eagle = obj.get("eagle_config") or {}
-        kind = eagle.get("layer_id_convention")
-        if kind not in ("input_to", "output_of"):
-            raise SettingsError(
-                f"config.json says {kind!r} for eagle_config.layer_id_convention: add 'input_to' or 'output_of', "
-                "whichever its layer ids follow"
-            )
-        first, second, third = (LayerRef(kind, i) for i in eagle["eagle_aux_hidden_state_layer_ids"])
-        return Eagle3Config(
-            vocab_size=obj["vocab_size"],
-            draft_vocab_size=obj["draft_vocab_size"],
-            hidden_size=obj["hidden_size"],
-            intermediate_size=obj["intermediate_size"],
-            num_heads=obj["num_attention_heads"],
-            num_kv_heads=obj["num_key_value_heads"],
-            head_dim=obj["head_dim"],
-            layers=(first, second, third),
-            rms_norm_eps=obj["rms_norm_eps"],
-            rope_theta=obj["rope_theta"],
-        )
+        shape = DrafterShape.shape_of(obj, "eagle_config", "eagle_aux_hidden_state_layer_ids")
+        return Eagle3Config(draft_vocab_size=obj["draft_vocab_size"], **shape)
 
 
-class _Attention(nn.Module):
-    def __init__(self, config: Eagle3Config) -> None:
-        super().__init__()
-        self.config = config
-        size = config.hidden_size
-        self.q_proj = nn.Linear(2 * size, config.num_heads * config.head_dim, bias=False)
-        self.k_proj = nn.Linear(2 * size, config.num_kv_heads * config.head_dim, bias=False)
-        self.v_proj = nn.Linear(2 * size, config.num_kv_heads * config.head_dim, bias=False)
-        self.o_proj = nn.Linear(config.num_heads * config.head_dim, size, bias=False)
-
+class _Attention(Attention):
     def forward(self, x: torch.Tensor, past: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         """`x` [b, s, 2h]; `past` are keys and values of earlier steps, of which this one is appended."""
-        step, columns, dim = len(past), x.shape[1], self.config.head_dim
-        q, k, v = (part(x).unflatten(-1, (-1, dim)).transpose(1, 2) for part in (self.q_proj, self.k_proj, self.v_proj))
+        columns = x.shape[1]
         # Row t of step i stands for position t + i.
-        positions = torch.arange(columns, device=x.device) + step
-        q, k = (rotate(part, positions, self.config.rope_theta) for part in (q, k))
-        groups = self.config.num_heads // self.config.num_kv_heads
-        past.append((k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)))
+        positions = torch.arange(columns, device=x.device) + len(past)
+        q = self.queries(x, positions)
+        past.append(self.keys_values(x, positions))
         first = q @ past[0][0].transpose(-1, -2)
         causal = torch.ones(columns, columns, dtype=torch.bool, device=x.device).tril()
         own = [(q * keys).sum(-1, keepdim=True) for keys, _ in past[1:]]
-        scores = torch.cat([first.masked_fill(~causal, float("-inf")), *own], -1) / math.sqrt(dim)
+        scores = torch.cat([first.masked_fill(~causal, float("-inf")), *own], -1) / math.sqrt(self.shape.head_dim)
         weights = softmax(scores)
         out = weights[..., :columns] @ past[0][1]
         for i, (_, values) in enumerate(past[1:]):
             out = out + weights[..., columns + i, None] * values
-        result: torch.Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
-        return result
+        return self.merge(out)
 
 
 class _Layer(nn.Module):
@@ -139,7 +88,7 @@ class _Layer(nn.Module):
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = Norm(size, eps)
         self.hidden_norm = Norm(size, eps)
-        self.self_attn = _Attention(config)
+        self.self_attn = _Attention(config, 2 * size)
         self.post_attention_layernorm = Norm(size, eps)
         self.mlp = Mlp(size, config.intermediate_size)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,107 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["Mlp", "Norm", "load_folder", "rotate", "save_folder", "softmax"]
+from training_hooks.capture import LayerRef
+from training_hooks.errors import SettingsError
+
+__all__ = ["Attention", "DrafterShape", "Mlp", "Norm", "load_folder", "rotate", "save_folder", "softmax"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrafterShape:
+    """What the configurations of drafters have in common. `layers`: the states of the target that one reads, low to
+    high."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    layers: tuple[LayerRef, ...]
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+
+    def __post_init__(self) -> None:
+        if not self.layers or any(ref.kind == "final_norm" for ref in self.layers):
+            raise SettingsError("a drafter reads inputs or outputs of layers; the final norm is the teacher's")
+        if self.num_heads % self.num_kv_heads:
+            raise SettingsError(f"{self.num_heads} heads do not divide into {self.num_kv_heads} groups")
+
+    def shape_json(self, ids_name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Fields of config.json, and those of its section for the kind of drafter: layer ids, under `ids_name`.
+
+        The ids are of inputs, as engines count, and say so.
+        """
+        ids = [ref.canonical.index + (ref.canonical.kind == "output_of") for ref in self.layers]
+        fields = {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_theta,
+        }
+        return fields, {ids_name: ids, "layer_id_convention": "input_to"}
+
+    @staticmethod
+    def shape_of(obj: Mapping[str, Any], section: str, ids_name: str) -> dict[str, Any]:
+        """Arguments of the constructor: inverse of `shape_json`.
+
+        Raises:
+            SettingsError: layer ids without their convention.
+        """
+        own = obj.get(section) or {}
+        kind = own.get("layer_id_convention")
+        if kind not in ("input_to", "output_of"):
+            raise SettingsError(
+                f"config.json says {kind!r} for {section}.layer_id_convention: add 'input_to' or 'output_of', "
+                "whichever its layer ids follow"
+            )
+        return {
+            "vocab_size": obj["vocab_size"],
+            "hidden_size": obj["hidden_size"],
+            "intermediate_size": obj["intermediate_size"],
+            "num_heads": obj["num_attention_heads"],
+            "num_kv_heads": obj["num_key_value_heads"],
+            "head_dim": obj["head_dim"],
+            "layers": tuple(LayerRef(kind, i) for i in own[ids_name]),
+            "rms_norm_eps": obj["rms_norm_eps"],
+            "rope_theta": obj["rope_theta"],
+        }
+
+
+class Attention(nn.Module):
+    """Projections of Llama's grouped-query attention, reading `input_size`; what attends to what is its subclass's."""
+
+    def __init__(self, shape: DrafterShape, input_size: int) -> None:
+        super().__init__()
+        self.shape = shape
+        self.q_proj = nn.Linear(input_size, shape.num_heads * shape.head_dim, bias=False)
+        self.k_proj = nn.Linear(input_size, shape.num_kv_heads * shape.head_dim, bias=False)
+        self.v_proj = nn.Linear(input_size, shape.num_kv_heads * shape.head_dim, bias=False)
+        self.o_proj = nn.Linear(shape.num_heads * shape.head_dim, shape.hidden_size, bias=False)
+
+    def queries(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """[b, heads, s, head_dim] of `x` [b, s, input_size], rotated."""
+        return rotate(self._heads(self.q_proj, x), positions, self.shape.rope_theta)
+
+    def keys_values(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `queries`, each repeated for the heads of its group."""
+        groups = self.shape.num_heads // self.shape.num_kv_heads
+        keys = rotate(self._heads(self.k_proj, x), positions, self.shape.rope_theta)
+        return keys.repeat_interleave(groups, 1), self._heads(self.v_proj, x).repeat_interleave(groups, 1)
+
+    def merge(self, heads: torch.Tensor) -> torch.Tensor:
+        """[b, s, hidden_size] of what the heads [b, heads, s, head_dim] saw."""
+        out: torch.Tensor = self.o_proj(heads.transpose(1, 2).flatten(2))
+        return out
+
+    def _heads(self, projection: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = projection(x).unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
+        return out
 
 
 class Norm(nn.Module):
