@@ -31,8 +31,9 @@ from checkpoint.layout import LeftOver
 from checkpoint.load import LoadGroup, candidates, load_best
 from checkpoint.plan import INDEX_BYTES, RANK_BYTES, RECORD_BYTES, Plan, State, digest_common, make_plan
 from checkpoint.recover import recover
+from checkpoint.retention import Retention
 from checkpoint.stage import Stager
-from checkpoint.store import HostedStore, Store
+from checkpoint.store import REPLY_TIMEOUT_S, HostedStore, Store
 from checkpoint.supervise import InFlight, Supervisor
 
 __all__ = ["Checkpointer"]
@@ -49,7 +50,7 @@ class Checkpointer:
         rank, world_size: of this process among all that save.
         store: "host:port" of a `HostedStore`. None: rank 0 hosts one, and the others learn its address by one broadcast
             over torch.distributed's default group (none is needed with `world_size=1`).
-        bind_host: the address that rank 0's store listens on.
+        bind_host, advertise_host, port_range: where rank 0's store listens, what others connect to: see `HostedStore`.
         on_event: called by `poll`, `wait` and `close` on their caller's thread with each `SaveEvent`.
 
     Raises:
@@ -66,6 +67,8 @@ class Checkpointer:
         config: SaveConfig | None = None,
         store: str | None = None,
         bind_host: str = "127.0.0.1",
+        advertise_host: str | None = None,
+        port_range: tuple[int, int] | None = None,
         on_event: Callable[[SaveEvent], None] | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
@@ -75,7 +78,7 @@ class Checkpointer:
         self.config = config or SaveConfig()
         self._on_event = on_event
         self._hosted: HostedStore | None = None
-        self._address, self._run_id = self._rendezvous(store, bind_host)
+        self._address, self._run_id = self._rendezvous(store, (bind_host, advertise_host, port_range))
         self.root.mkdir(parents=True, exist_ok=True)
         self._saves = self._loads = self._failures_in_a_row = 0
         self._stager = Stager()
@@ -90,6 +93,7 @@ class Checkpointer:
                 "rank_0_hosts": store is None,
                 "trainer_pid": os.getpid(),
                 "deadline_s": self.config.start_deadline_s,
+                "reply_timeout_s": min(REPLY_TIMEOUT_S, self.config.deadline_s),
                 "nodes": None,
                 "hosts": None,
             },
@@ -115,7 +119,9 @@ class Checkpointer:
             drains = DrainQueue(self.root, url, self.config.durable_bytes_per_s, self.config.durable_options)
         self._supervisor.watch(drains)
 
-    def _rendezvous(self, store: str | None, bind_host: str) -> tuple[str, str]:
+    def _rendezvous(
+        self, store: str | None, place: tuple[str, str | None, tuple[int, int] | None]
+    ) -> tuple[str, str]:
         """(address, run id) of the store."""
         if store is None and self.world_size > 1:
             import torch.distributed as dist
@@ -127,12 +133,12 @@ class Checkpointer:
                 )
             box: list[Any] = [None]
             if self.rank == 0:
-                self._hosted = HostedStore(bind_host)
+                self._hosted = HostedStore(*place)
                 box = [self._hosted.address]
             dist.broadcast_object_list(box, src=0)
             store = str(box[0])
         elif store is None:
-            self._hosted = HostedStore(bind_host)
+            self._hosted = HostedStore(*place)
             store = self._hosted.address
         # A store serves one run; a second Checkpointer on the same store is another run of it.
         client = Store(store)
@@ -214,6 +220,7 @@ class Checkpointer:
         *,
         contents: Collection[str] = CONTENTS,
         content_metadata: Any = None,
+        retention: Retention | None = None,
     ) -> SaveHandle:
         """Stage a state and return; what follows happens elsewhere.
 
@@ -225,6 +232,7 @@ class Checkpointer:
             contents: which entries of a state dict are saved ("model", "optimizer", "rng", "extra"; see
                 `checkpoint.contents`), the same on every rank; "extra" includes what was registered.
             content_metadata: kept in the common state, where Megatron-Core's loader looks for it.
+            retention: what stays after this commit, if not what the config says; the same on every rank.
 
         Raises:
             ConfigError: the state cannot be saved; DiskError: no memory to stage it.
@@ -250,6 +258,7 @@ class Checkpointer:
             held=part.held,
             end=began + self.config.deadline_s,
             attempt=attempt,
+            retention=retention or self.config.retention,
         )
         self._ensure_staging(plan)
         try:

@@ -28,6 +28,7 @@ from checkpoint.layout import committed_path
 from checkpoint.plan import Plan
 from checkpoint.process import WriterProcess
 from checkpoint.replicas import Share
+from checkpoint.retention import Retention
 from checkpoint.staging import (
     ALIVE_NS,
     BATCHES_STAGED,
@@ -60,6 +61,7 @@ class InFlight:
     held: str
     end: float
     attempt: str
+    retention: Retention
     tries: int = 0
     sealed: bool = False
     lost: str | None = None
@@ -208,7 +210,7 @@ class Supervisor:
             common=active.common,
             replicas=active.replicas,
             basis=active.basis,
-            retention=dataclasses.asdict(config.retention),
+            retention=dataclasses.asdict(active.retention),
             keep_aborted=config.keep_aborted,
             # Only the one that is being read: durable storage that is down must not fill the local disk.
             protect=[] if self._drains is None else self._drains.reading,

@@ -38,17 +38,17 @@ ADAPTERS = {
         "weightsync/bench/megatron/",
         "weightsync/sources/megatron.py",
     ),
-    "ray": (),
+    "ray": ("weightsync/actors/",),
     "sglang": ("weightsync/engines/sglang/",),
     "tensorstore": ("checkpoint/legacy_zarr.py",),
     "transformers": ("converters/semantic/",),
     "upath": ("converters/offline/remote.py",),
-    "verl": ("weightsync/trainers/verl.py",),
+    "verl": ("checkpoint/trainers/verl.py", "weightsync/trainers/verl.py"),
     "vllm": ("weightsync/engines/vllm/",),
 }
 # Adapters that are all about one package and are themselves imported lazily: there it may stand at the top.
 EAGER = {
-    "verl": ("weightsync/trainers/verl.py",),
+    "verl": ("checkpoint/trainers/verl.py", "weightsync/trainers/verl.py"),
     "megatron": ("converters/semantic/layers.py", "converters/semantic/spec.py"),
     "vllm": tuple(f"weightsync/engines/vllm/{name}.py" for name in ("engine", "reload", "shadow", "worker")),
 }

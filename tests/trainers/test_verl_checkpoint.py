@@ -1,0 +1,182 @@
+"""verl's Megatron checkpoints through `checkpoint`: two ranks in verl's environment, see `verl_checkpoint`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+
+from checkpoint.errors import ConfigError, LoadError
+from checkpoint.trainers.verl_folders import PARTS, RunFolders
+from tests.support.ranks import ROOT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PYTHON = ROOT / ".venv-verl" / "bin" / "python"
+
+
+def run(code: str, *args: str, deadline_s: float) -> str:
+    """The last line that a program in verl's environment printed."""
+    if not PYTHON.exists():
+        pytest.fail(f"{PYTHON.relative_to(ROOT)} is missing: run `make verl`")
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [str(PYTHON), "-c", code, *args], env=env, capture_output=True, text=True, timeout=deadline_s, check=False
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return done.stdout.splitlines()[-1]
+
+
+@pytest.mark.multiproc
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_two_ranks_save_and_resume_through_verl_and_verls_own_manager_reads_the_same(tmp_path: Path) -> None:
+    code = "from tests.trainers.verl_checkpoint import main; main()"
+    zero, one = json.loads(run(code, str(tmp_path), deadline_s=170))
+    for rank in (zero, one):
+        assert rank["class"] == "checkpoint.trainers.verl.CheckpointManager"
+        assert rank["replaces"]
+        # Bitwise: weights, optimizer, schedule and random numbers; here, by verl's own manager, and from its files.
+        assert rank["compared"] > 40
+        for what in ("differs", "differs in verl's own", "differs from verl's own", "differs in Hugging Face's format"):
+            assert rank[what] == [], what
+        assert rank["losses"][0] == rank["losses"][1]
+
+        # The save of `last_step` was committed when it returned, the ones before came without a further call.
+        assert rank["last"] == "4"
+        state, error = rank["failed"]
+        assert state == "failed"
+        assert "rank 1" in error
+        assert "SIGKILL" in error
+        assert rank["tracker after a failed save"] == "4"
+        assert rank["resumed from"] == "global_step_4"
+        assert "never committed" in rank["uncommitted"]
+        assert "[3, 4]" in rank["uncommitted"]
+        assert "resume_from_path=" in rank["uncommitted"]
+
+        hints = (
+            "root='${trainer.default_local_dir}'",
+            "durable_url",
+            "newer ones, [4]",
+            "durable_url",
+            "neither of this",
+        )
+        for text, hint in zip(rank["refused paths"], hints, strict=True):
+            assert text.startswith(("ConfigError", "LoadError"))
+            assert hint in text
+        hints = ("root is missing", "rooot", "deadline_s", "use_megatron_fsdp", "LoRA", "save_lora_only", "optimiser")
+        for text, hint in zip(rank["refused"], hints, strict=True):
+            assert text.startswith("ConfigError")
+            assert hint in text
+
+    # Retention takes verl's folders of removed steps with it; the dataloader's state is verl's.
+    assert zero["folders"] == sorted(
+        [f"global_step_{n}/data.pt" for n in (1, 2, 3, 4)] + [f"global_step_{n}/actor" for n in (3, 4)]
+    )
+    assert zero["tracker is the driver's"] == "4"
+    assert zero["link"] == "../../../shards/actor/iter_0000004"
+    manifest = zero["manifest"]
+    assert manifest["saved_by"] == "checkpoint"
+    assert sorted(manifest["contents"]) == ["lr_scheduler", "model", "optimizer", "rng_state", "transformer_config"]
+    assert {"config.json", "model.safetensors"} <= set(zero["hf files"])
+    assert zero["hf parts"] == ["extra/dist_ckpt", "optimizer/dist_ckpt"]
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> RunFolders:
+    return RunFolders(root=tmp_path / "run", shards=tmp_path / "run" / "shards", role="actor")
+
+
+def commit(folders: RunFolders, *steps: int, role: str = "actor", data: bool = True) -> None:
+    for step in steps:
+        path = folders.shards / role / f"iter_{step:07d}"
+        path.mkdir(parents=True)
+        (path / "metadata.json").write_text("{}")
+        place = folders.root / f"global_step_{step}" / role
+        place.mkdir(parents=True, exist_ok=True)
+        if data:
+            (place.parent / "data.pt").write_bytes(b"")
+
+
+def point(folders: RunFolders, step: object) -> None:
+    (folders.root / "latest_checkpointed_iteration.txt").write_text(str(step))
+
+
+def pointed(folders: RunFolders) -> str | None:
+    path = folders.root / "latest_checkpointed_iteration.txt"
+    return path.read_text() if path.exists() else None
+
+
+@pytest.mark.parametrize(
+    ("actor", "critic", "named", "found"),
+    [
+        ((10, 20), None, 20, "20"),
+        ((10, 20), None, 30, "20"),  # named while the save was in flight
+        ((10, 20), None, 10, "20"),  # ended between commit and tracker
+        ((10, 20), None, "", "20"),  # torn
+        ((10, 20), (10,), 20, "10"),  # one role committed, the other did not
+        ((10, 20), (), 20, None),
+        ((), None, 10, None),
+        ((), None, None, None),
+    ],
+)
+def test_the_tracker_names_the_newest_step_that_every_role_committed(
+    folders: RunFolders, actor: tuple[int, ...], critic: tuple[int, ...] | None, named: object, found: str | None
+) -> None:
+    folders.own.mkdir(parents=True)
+    commit(folders, *actor)
+    if critic is not None:
+        (folders.shards / "critic").mkdir()
+        commit(folders, *critic, role="critic")
+    if named is not None:
+        point(folders, named)
+    folders.settle()
+    assert pointed(folders) == found
+    assert folders.settle() == (None if found is None else int(found))
+
+
+def test_the_tracker_moves_forward_with_the_dataloaders_state_only(folders: RunFolders) -> None:
+    commit(folders, 10)
+    commit(folders, 20, data=False)
+    point(folders, 10)
+    assert folders.settle() == 10
+
+
+def test_steps_of_verls_own_manager_are_believed_and_never_written_over(folders: RunFolders) -> None:
+    commit(folders, 10)
+    theirs = folders.root / "global_step_20" / "actor"
+    (theirs / "optimizer" / "dist_ckpt").mkdir(parents=True)
+    (theirs / "optimizer" / "dist_ckpt" / ".metadata").write_bytes(b"")
+    point(folders, 20)
+    assert folders.settle() == 20
+    assert folders.foreign(theirs)
+    with pytest.raises(ConfigError, match="verl's own manager"):
+        folders.check_foreign(theirs)
+    # Its manifest tells, too, where everything is in Hugging Face's format.
+    shutil.rmtree(theirs / "optimizer")
+    (theirs / "ckpt_contents.json").write_text('{"framework": "megatron"}')
+    assert folders.foreign(theirs)
+    folders.publish(theirs, 20, PARTS, {"saved_by": "checkpoint"})
+    assert not folders.foreign(theirs)
+
+
+def test_a_run_that_was_moved_is_found_and_one_elsewhere_is_read_by_its_links(
+    folders: RunFolders, tmp_path: Path
+) -> None:
+    commit(folders, 10)
+    folders.publish(folders.root / "global_step_10" / "actor", 10, ("optimizer",), {"saved_by": "checkpoint"})
+    moved = folders.root.rename(tmp_path / "moved")
+    path = moved / "global_step_10" / "actor"
+    assert (path / "optimizer" / "dist_ckpt" / "metadata.json").exists()
+    assert folders.source(path) == moved / "shards" / "actor"
+    assert folders.step_of(path) == 10
+    for wrong in ("global_step_10/critic/x", "step_10", "global_step_x/actor"):
+        with pytest.raises(ConfigError, match="global_step_"):
+            folders.step_of(moved / wrong)
+    with pytest.raises(LoadError, match="no committed checkpoint"):
+        folders.source(tmp_path / "other" / "global_step_10" / "actor")
