@@ -1,7 +1,7 @@
 """AReaL publishes through `weightsync` and saves through `checkpoint`: a training engine for its own trainer.
 
-    # in your training script, in the place of areal's PPOTrainer; nothing of the package is edited
-    from examples.areal_hooks import WeightSyncTrainer
+    # in your training script, with a copy of this file beside it; nothing of the package is edited
+    from areal_hooks import WeightSyncTrainer  # in the place of areal's PPOTrainer
     with WeightSyncTrainer(config, train_dataset=...) as trainer: trainer.train(...)
 
 with `actor.weight_update_mode=disk`, in which AReaL opens no process group of its own, and a Megatron actor. Settings
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from areal import PPOTrainer
 from areal.engine.megatron_engine import MegatronPPOActor
 from areal.trainer.ppo.actor import PPOActorController
-from areal.utils.network import format_hostport
+from areal.utils.network import format_hostport, gethostip
 
 from checkpoint import Checkpointer, Retention, SaveConfig
 from checkpoint.megatron import optimizer_state
@@ -79,8 +79,9 @@ class WeightSyncActor(MegatronPPOActor):
         servers = self._servers or tuple(engine._engine.addresses)
         key = os.environ[self.api_key_env] if self.api_key_env else None
         controls = [type(self).control(f"http://{server}", api_key=key) for server in servers]
-        host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-        config = PublishConfig(**{"bind_host": host, "run_id": f"areal-{host}-{port}", **self.publish})
+        # The address is of this rank's own host; the run's name is the same on all, and when it connects again.
+        run_id = f"areal-{os.environ['MASTER_ADDR']}-{os.environ['MASTER_PORT']}"
+        config = PublishConfig(**{"bind_host": gethostip(), "run_id": run_id, **self.publish})
         hf_config = json.loads((Path(self.config.path) / "config.json").read_text())
         source = MegatronSource(list(self.model), hf_config)
         self._publisher = Publisher(source, controls if dist.get_rank() == 0 else [], config)
@@ -154,7 +155,7 @@ class WeightSyncActor(MegatronPPOActor):
                 rank=dist.get_rank(),
                 world_size=dist.get_world_size(),
                 config=self.saves,
-                bind_host=os.environ["MASTER_ADDR"],
+                bind_host=gethostip(),
             )
         return self._checkpointer
 

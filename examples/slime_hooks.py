@@ -1,7 +1,7 @@
 """slime publishes through `weightsync` and saves through `checkpoint`: an actor class for its own seam, `actor_cls`.
 
-    # in your copy of slime's train.py; nothing of the package is edited
-    from examples.slime_hooks import WeightSyncActor
+    # in your copy of slime's train.py, with a copy of this file beside it; nothing of the package is edited
+    from slime_hooks import WeightSyncActor
     actor_model, critic_model = create_training_models(args, pgs, rollout_manager, actor_cls=WeightSyncActor)
 
 Settings come from `--custom-config-path`, whose keys slime puts into its arguments: `weightsync` (fields of
@@ -62,7 +62,7 @@ class WeightSyncActor(MegatronTrainRayActor):
         check(args)
         first_rollout: int | None = super().init(args, role, with_ref, with_opd_teacher)
         if role == "actor" and not args.debug_rollout_only:
-            self.weight_updater = WeightUpdater(args, self.model, master=(self.master_addr, self.master_port))
+            self.weight_updater = WeightUpdater(args, self.model, run_id=f"slime-{self.master_addr}-{self.master_port}")
             self.weight_updater.weight_version = getattr(args, "update_weight_start_version", 0)
         return first_rollout
 
@@ -89,7 +89,7 @@ class WeightSyncActor(MegatronTrainRayActor):
                 rank=dist.get_rank(),
                 world_size=dist.get_world_size(),
                 config=SaveConfig(retention=retention, **options),
-                bind_host=self.master_addr,
+                bind_host=ray.util.get_node_ip_address(),
             )
             atexit.register(self.checkpointer.close)
         state = state_of(self.args, self.model, self.optimizer, self.opt_param_scheduler, rollout_id)
@@ -104,8 +104,9 @@ class WeightUpdater:
     control: Callable[[str], EngineControl] = SglangControl
     """Client of an engine: slime's are SGLang servers with the bridge in them (docs/guides/sglang.md), and no key."""
 
-    def __init__(self, args: argparse.Namespace, model: Sequence[torch.nn.Module], *, master: tuple[str, int]) -> None:
-        options = {"bind_host": master[0], "run_id": f"slime-{master[0]}-{master[1]}"}
+    def __init__(self, args: argparse.Namespace, model: Sequence[torch.nn.Module], *, run_id: str) -> None:
+        # The address is of this rank's own host; the run's name is the same on all, and after engines were recovered.
+        options = {"bind_host": ray.util.get_node_ip_address(), "run_id": run_id}
         self._config = PublishConfig(**{**options, **(getattr(args, "weightsync", None) or {})})
         self._hf_config = json.loads((Path(args.hf_checkpoint) / "config.json").read_text())
         self._model = model

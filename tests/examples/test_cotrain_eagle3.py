@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.test_structure import ROOT
+from tests.examples.lines import lines, run
+
+(LINE,) = lines("examples.cotrain_eagle3")
 
 
 @pytest.mark.multiproc
 @pytest.mark.slow
 @pytest.mark.timeout(280)
-def test_cotraining_raises_the_accepted_length_and_scrambled_rows_do_not():
-    done = subprocess.run(
-        [sys.executable, "-m", "examples.cotrain_eagle3", "--seeds", "3", "--steps", "4"],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=270,
-    )
+def test_cotraining_raises_the_accepted_length_and_scrambled_rows_do_not(tmp_path):
+    done = run(LINE, tmp_path, timeout=270)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     results = [line for line in done.stdout.splitlines() if "accepted length" in line]

@@ -7,35 +7,35 @@ import dataclasses
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import psutil
 import pytest
 
 from examples.demo_table import HEADER, Row, problems, summary
-from tests.test_structure import ROOT
+from tests.examples.lines import command, lines
 from weightsync.report import EngineReport, PublishReport
 
 STARTED = "training and publishing"
+WHOLE, TARGET_ONLY = lines("examples.demo")
 
 
 @contextlib.contextmanager
-def demo(folder, *arguments):
-    """The running demo; what it writes to disk goes to `folder`."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "examples.demo", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(folder)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def demo(line, folder):
+    """The running make; what the demo writes to disk goes to `folder`."""
+    process = subprocess.Popen(**command(line, folder), start_new_session=True)
     with process:
         try:
             yield process
         finally:
-            process.kill()
+            # The group's id is the handle: make may be gone before what it started.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def launcher_of(process):
+    (launcher,) = psutil.Process(process.pid).children()
+    return launcher
 
 
 def wait_for(text, stream, deadline_s):
@@ -51,47 +51,55 @@ def wait_for(text, stream, deadline_s):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_demo_shows_that_every_publish_equals_a_fresh_engine_and_what_a_draft_left_behind_costs(tmp_path):
-    with demo(tmp_path, "--steps", "1") as process:
+    with demo(WHOLE, tmp_path) as process:
         printed, said = process.communicate(timeout=280)
     assert process.returncode == 0, printed + said
-    lines = printed.splitlines()
-    header, rows = lines[:2], [line.split() for line in lines[2:-1]]
+    printed_by_make, *shown = printed.splitlines()
+    assert printed_by_make.strip().endswith("-m examples.demo")
+    header, rows = shown[:2], [line.split() for line in shown[2:-1]]
     assert "\n".join(header) == HEADER
-    assert [(row[0], row[1]) for row in rows] == [("1", "both"), ("2", "target"), ("2", "both")]
+    assert [(row[0], row[1]) for row in rows] == [
+        ("1", "both"), ("2", "both"), ("3", "both"), ("4", "both"), ("5", "target"), ("5", "both")
+    ]  # fmt: skip
     names = header[1].split()
     assert all(len(row) == len(names) - 1 for row in rows)  # `each rank` is one cell
     # Everything once, the target alone, everything: the draft's bytes are what a rank is spared in between.
-    everything, target, again = (int(row[names.index("each")].replace(",", "")) for row in rows)
+    *_, everything, target, again = (int(row[names.index("each")].replace(",", "")) for row in rows)
     assert everything == again > target
     tokens, accept = names.index("tokens") - 1, names.index("accept") - 1
-    assert [(row[tokens], row[accept]) for row in rows] == [("yes", "yes"), ("yes", "no"), ("yes", "yes")]
+    assert [(row[tokens], row[accept]) for row in rows] == 4 * [("yes", "yes")] + [("yes", "no"), ("yes", "yes")]
     after = [float(row[names.index("after") - 1]) for row in rows]
-    assert after[1] < 0.5 * after[2] > 0.3
-    assert lines[-1].startswith("Target 2 beside draft 1: acceptance ")
+    assert after[-2] < 0.5 * after[-1] > 0.3
+    assert shown[-1].startswith("Target 5 beside draft 4: acceptance ")
     assert list(tmp_path.glob("weightsync-*")) == []
 
 
 @pytest.mark.multiproc
 @pytest.mark.timeout(180)
 def test_an_interrupted_demo_ends_every_process_and_removes_its_files(tmp_path):
-    with demo(tmp_path, "--target-only") as process:
+    with demo(TARGET_ONLY, tmp_path) as process:
         wait_for(STARTED, process.stderr, 150)
-        assert len(psutil.Process(process.pid).children(recursive=True)) == 4 + 3
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130
+        launcher = launcher_of(process)
+        started = launcher.children(recursive=True)
+        assert len(started) == 4 + 3
+        launcher.send_signal(signal.SIGINT)
+        assert process.wait(20) == 2  # make's, whose last words name the demo's own
+        assert "130" in process.stderr.read()
+        assert [p for p in started if p.is_running()] == []
     assert list(tmp_path.glob("weightsync-*")) == []
 
 
 @pytest.mark.multiproc
 @pytest.mark.timeout(180)
 def test_a_demo_whose_trainer_rank_dies_names_it_and_fails(tmp_path):
-    with demo(tmp_path) as process:
+    with demo(WHOLE, tmp_path) as process:
         wait_for(STARTED, process.stderr, 150)
-        trainers = [child for child in psutil.Process(process.pid).children() if child.environ().get("RANK") == "2"]
+        trainers = [child for child in launcher_of(process).children() if child.environ().get("RANK") == "2"]
         trainers[0].kill()
         _, said = process.communicate(timeout=60)
-    assert process.returncode == 1
+    assert process.returncode == 2
     assert "trainer rank 2 ended with exit code -9" in said
+    assert "Error 1" in said
     assert list(tmp_path.glob("weightsync-*")) == []
 
 

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.test_structure import ROOT
+from tests.examples.lines import lines, run
+
+(LINE,) = lines("examples.train_mtp")
 
 
 @pytest.mark.multiproc
 @pytest.mark.slow
-def test_drafts_become_right():
-    done = subprocess.run(
-        [sys.executable, "-m", "examples.train_mtp", "--steps", "16"],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+def test_drafts_become_right(tmp_path):
+    done = run(LINE, tmp_path, timeout=100)
     assert done.returncode == 0, done.stderr
     header, *rows = done.stdout.splitlines()
     assert header.split()[:2] == ["step", "policy"]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
+
+util = SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")
 
 
 class Handle:
