@@ -26,38 +26,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
+from benchmarks.drafted import random_weights, shape  # noqa: E402
 from tests.engines.sglang_server import RELEASES, Server  # noqa: E402
 from tests.engines.sglang_stock import TIMEOUT, join  # noqa: E402
 from weightsync.bench.machine import describe_machine, describe_versions  # noqa: E402
 from weightsync.config import PublishConfig  # noqa: E402
-from weightsync.embedded.config import ModelConfig  # noqa: E402
 from weightsync.embedded.known import write_hf_folder  # noqa: E402
-from weightsync.embedded.loading import checkpoint_shapes  # noqa: E402
 from weightsync.publisher import Publisher  # noqa: E402
 from weightsync.sources.state_dict import StateDictSource  # noqa: E402
 
 BOUND = 1.0
 DEADLINE_S = 60.0
-
-
-def shape(layers):
-    return ModelConfig(
-        family="mimo", vocab_size=32000, hidden_size=768, intermediate_size=2048, num_layers=layers, num_heads=12,
-        num_kv_heads=12, head_dim=64, max_positions=512, num_mtp_layers=1,
-    )  # fmt: skip
-
-
-def random_weights(config, seed):
-    """Role -> name -> tensor."""
-    g = torch.Generator().manual_seed(seed)
-    return {
-        role: {n: torch.randn(s, generator=g).mul_(0.02).bfloat16() for n, s in tensors.items()}
-        for role, tensors in checkpoint_shapes(config).items()
-    }
 
 
 class OwnTrainer:

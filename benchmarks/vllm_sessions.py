@@ -30,10 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 
+from benchmarks.drafted import random_weights, shape
 from weightsync.bench.machine import describe_machine, describe_versions
-from weightsync.embedded.config import ModelConfig
 from weightsync.embedded.known import write_hf_folder
-from weightsync.embedded.loading import checkpoint_shapes
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -45,22 +44,6 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 TIMEOUT = datetime.timedelta(seconds=120)
-
-
-def shape(layers):
-    return ModelConfig(
-        family="mimo", vocab_size=32000, hidden_size=768, intermediate_size=2048, num_layers=layers, num_heads=12,
-        num_kv_heads=12, head_dim=64, max_positions=512, num_mtp_layers=1,
-    )  # fmt: skip
-
-
-def random_weights(config, seed):
-    """Role -> name -> tensor."""
-    g = torch.Generator().manual_seed(seed)
-    return {
-        role: {n: torch.randn(s, generator=g).mul_(0.02).bfloat16() for n, s in tensors.items()}
-        for role, tensors in checkpoint_shapes(config).items()
-    }
 
 
 def start(folder, backend):
