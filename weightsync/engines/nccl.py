@@ -10,11 +10,13 @@ import base64
 import concurrent.futures
 import ctypes
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from weightsync.acks import start_call
+from weightsync.engines.joint import Asked, refused
 from weightsync.errors import ConfigError, TransferTimeout, TransportError
 
 __all__ = ["NcclGroup"]
@@ -67,7 +69,7 @@ class NcclGroup:
         """What the other ranks need to find this group."""
         return {"nccl_unique_id_b64": base64.b64encode(bytes(self._id)).decode()}
 
-    def join(self, deadline_s: float, asked: concurrent.futures.Future[Any]) -> None:
+    def join(self, deadline_s: float, asked: Asked) -> None:
         """The ranks of vLLM start with a sum of one float; so does this one.
 
         Args:
@@ -79,7 +81,7 @@ class NcclGroup:
         # It blocks in C until every rank is there, which nothing can end: on a thread of its own.
         joining = start_call(self._init_rank)
         concurrent.futures.wait([joining, asked], deadline_s, concurrent.futures.FIRST_COMPLETED)
-        if not joining.done() and _refused(asked):
+        if not joining.done() and refused(asked):
             raise TransportError("NCCL group of vLLM's own: joining: vLLM refused")
         try:
             joining.result(deadline_s)
@@ -103,7 +105,7 @@ class NcclGroup:
         self._check(result, "ncclCommInitRank")
         return {}
 
-    def broadcast(self, tensors: list[torch.Tensor], deadline_s: float, asked: concurrent.futures.Future[Any]) -> None:
+    def broadcast(self, tensors: Sequence[torch.Tensor], deadline_s: float, asked: Asked) -> None:
         """Each tensor in one broadcast of its own, as vLLM receives them; may be overwritten afterwards.
 
         Raises:
@@ -135,7 +137,7 @@ class NcclGroup:
     def _stream_handle(self) -> ctypes.c_void_p:
         return ctypes.c_void_p(self._stream.cuda_stream)
 
-    def _wait(self, deadline_s: float, what: str, asked: concurrent.futures.Future[Any]) -> None:
+    def _wait(self, deadline_s: float, what: str, asked: Asked) -> None:
         end = time.monotonic() + deadline_s
         error = ctypes.c_int()
         while not self._stream.query():
@@ -143,7 +145,7 @@ class NcclGroup:
             if error.value not in (0, _IN_PROGRESS):
                 self.abort()
                 raise TransportError(f"NCCL group of vLLM's own: {what}: {self._text(error.value)}")
-            if _refused(asked):
+            if refused(asked):
                 self.abort()
                 raise TransportError(f"NCCL group of vLLM's own: {what}: vLLM refused")
             if time.monotonic() > end:
@@ -157,10 +159,6 @@ class NcclGroup:
     def _check(self, result: int, what: str) -> None:
         if result not in (0, _IN_PROGRESS):
             raise TransportError(f"NCCL group of vLLM's own: {what}: {self._text(result)}")
-
-
-def _refused(asked: concurrent.futures.Future[Any]) -> bool:
-    return asked.done() and asked.exception() is not None
 
 
 def _library() -> Any:

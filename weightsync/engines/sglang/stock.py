@@ -13,7 +13,6 @@ or `draft`: with SGLang's default, `all`, tensors of the target go over those of
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import datetime
 import secrets
@@ -27,6 +26,8 @@ import torch.distributed as dist
 
 from weightsync import errors
 from weightsync.acks import start_call
+from weightsync.engines import joint
+from weightsync.engines.joint import SLACK_S, Asked, refused
 from weightsync.engines.relay import Relay, StockFacts
 from weightsync.engines.sglang.control import CALL_S, HttpLink
 from weightsync.engines.sglang.rows import stock_row
@@ -35,8 +36,6 @@ from weightsync.store import HostedStore, host_store
 __all__ = ["MISSING", "stock_control"]
 
 POLL_S = 0.05
-SLACK_S = 5.0
-"""How much longer than its part of a deadline a call of the server's may take: it says what went wrong."""
 _BRIDGE = "start it with `python -m weightsync.engines.sglang.launch`"
 MISSING: Mapping[str, str] = {
     "all_rank_acks": f"SGLang answers for rank 0 alone, and counts no bytes: {_BRIDGE}",
@@ -52,7 +51,6 @@ MISSING: Mapping[str, str] = {
 """Of `weightsync.guarantees`, those that SGLang's own way lacks, and how to get them."""
 _PAUSES = {"abort": "abort", "keep": "retract"}
 _DEVICE = {"gloo": "cpu", "nccl": "cuda"}
-_Asked = concurrent.futures.Future[Mapping[str, Any]]
 _NCCL_TIMEOUT = datetime.timedelta(days=7)
 """Beyond any deadline of ours: when it passes, NCCL's watchdog ends the process."""
 
@@ -130,12 +128,7 @@ class _Stock:
         assert self._facts is not None, "status comes first"
         group = _Group(1 + self._facts.world_size, self._backend, self._bind_host)
         asked = self._ask_in_background("/init_weights_update_group", group.words, deadline_s)
-        try:
-            group.join(deadline_s, asked)
-            asked.result(SLACK_S)
-        except (errors.WeightSyncError, concurrent.futures.TimeoutError) as e:
-            group.abort()
-            raise self._failed("preflight", "opening SGLang's update group", asked, e) from e
+        joint.join(self.name, "SGLang's update group", group, asked, deadline_s)
         self._group = group
 
     def pause(self, mode: str, deadline_s: float) -> None:
@@ -168,11 +161,7 @@ class _Stock:
             "flush_cache": False,
         }
         asked = self._ask_in_background("/update_weights_from_distributed", body, deadline_s)
-        try:
-            group.broadcast([t for _, t in pairs], deadline_s, asked)
-            asked.result(deadline_s + SLACK_S)
-        except (errors.WeightSyncError, concurrent.futures.TimeoutError) as e:
-            raise self._failed("receive", f"loading {pairs[0][0]} and {len(pairs) - 1} more", asked, e) from e
+        joint.send(self.name, group, pairs, asked, deadline_s)
 
     def finish(self, runner: str, deadline_s: float) -> None:
         self._ask("/end_weight_update", {}, deadline_s)
@@ -241,14 +230,8 @@ class _Stock:
         if status in (401, 403):
             raise errors.AuthError(f"engine {self.name}: SGLang refuses the key ({status}): pass its api_key")
 
-    def _ask_in_background(self, path: str, body: Mapping[str, Any], deadline_s: float) -> _Asked:
+    def _ask_in_background(self, path: str, body: Mapping[str, Any], deadline_s: float) -> Asked:
         return start_call(self._ask, path, body, deadline_s + SLACK_S)
-
-    def _failed(self, phase: str, what: str, asked: _Asked, e: BaseException) -> errors.EngineError:
-        # The server's own words say more than our end of the group.
-        told = asked.exception(0) if asked.done() else None
-        text = str(told or e) or f"{type(e).__name__}: no answer in time"
-        return errors.EngineError(f"engine {self.name}, {phase}: {what}: {text}", engine=self.name, phase=phase)
 
 
 def _unsupported(info: Mapping[str, Any]) -> list[str]:
@@ -263,10 +246,6 @@ def _unsupported(info: Mapping[str, Any]) -> list[str]:
     if info.get("speculative_token_map"):
         out.append(f"--speculative-token-map: the draft's sliced head stays that of its start: {_BRIDGE}")
     return out
-
-
-def _refused(asked: _Asked) -> bool:
-    return asked.done() and asked.exception() is not None
 
 
 class _Group:
@@ -286,12 +265,12 @@ class _Group:
         }
         self._pg: Any = None
 
-    def join(self, deadline_s: float, asked: _Asked) -> None:
+    def join(self, deadline_s: float, asked: Asked) -> None:
         """Returns once all ranks are there. Raises `TransferTimeout`, at once if the server has refused."""
         made = start_call(self._build, deadline_s)
         end = time.monotonic() + deadline_s
         while not made.done():
-            if _refused(asked) or time.monotonic() > end:
+            if refused(asked) or time.monotonic() > end:
                 raise errors.TransferTimeout(
                     f"{self._size - 1} ranks of SGLang did not join {self.name} within {deadline_s:g} s"
                 )
@@ -319,7 +298,7 @@ class _Group:
         options._timeout = datetime.timedelta(seconds=deadline_s)
         return gloo(store, 0, self._size, options)
 
-    def broadcast(self, tensors: Sequence[torch.Tensor], deadline_s: float, asked: _Asked) -> None:
+    def broadcast(self, tensors: Sequence[torch.Tensor], deadline_s: float, asked: Asked) -> None:
         """In order, from here. Returns once the tensors may be overwritten.
 
         Raises:
@@ -337,7 +316,7 @@ class _Group:
             for i, work in enumerate(works):
                 pause = 20e-6
                 while not work.is_completed():
-                    if _refused(asked):
+                    if refused(asked):
                         raise errors.PeerLost(f"SGLang gave up at tensor {i} of {len(works)}")
                     if time.monotonic() > end:
                         raise errors.TransferTimeout(f"SGLang took {i} of {len(works)} tensors in {deadline_s:g} s")
@@ -358,3 +337,5 @@ class _Group:
         if self._hosted is not None:
             self._hosted.close()
             self._hosted = None
+
+    close = abort

@@ -9,7 +9,6 @@ is in `MISSING`, and in every report. Runs in the trainer: vLLM itself is import
 
 from __future__ import annotations
 
-import concurrent.futures
 import json
 import re
 import ssl
@@ -24,11 +23,13 @@ import torch
 from weightsync import errors
 from weightsync.acks import start_call
 from weightsync.engine.calls import Endpoint
+from weightsync.engines import joint
+from weightsync.engines.joint import SLACK_S, Group
 from weightsync.engines.nccl import NcclGroup
 from weightsync.engines.relay import Relay, StockFacts
 from weightsync.engines.vllm.rows import stock_row
 
-__all__ = ["MISSING", "Group", "stock_control"]
+__all__ = ["MISSING", "stock_control"]
 
 _ADAPTER = "start vLLM with weightsync's backend and middleware (docs/guides/vllm.md)"
 MISSING: Mapping[str, str] = {
@@ -43,32 +44,8 @@ _COUNTERS = {
     "vllm:spec_decode_num_draft_tokens_total": "draft_tokens",
     "vllm:spec_decode_num_accepted_tokens_total": "accepted_tokens",
 }
-SLACK_S = 5.0
-"""How much longer than the data an answer of vLLM may take."""
 FLUSH_TRIES = 20
 FLUSH_WAIT_S = 0.1
-
-
-Asked = concurrent.futures.Future[Mapping[str, Any]]
-
-
-class Group(Protocol):
-    """Rank 0 of the data group that vLLM's ranks join."""
-
-    @property
-    def words(self) -> Mapping[str, Any]: ...
-
-    def join(self, deadline_s: float, asked: Asked) -> None:
-        """`asked`: vLLM's answer, once there is one; if it refuses, nobody else will join. Raises `TransportError`."""
-        ...
-
-    def broadcast(self, tensors: list[torch.Tensor], deadline_s: float, asked: Asked) -> None:
-        """Likewise."""
-        ...
-
-    def abort(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def stock_control(
@@ -181,12 +158,7 @@ class _Stock:
         group = self._open_group(size)
         words = {**group.words, "rank_offset": 1, "world_size": size, "packed": False}
         asked = start_call(self._api.call, "/init_weight_transfer_engine", deadline_s + SLACK_S, {"init_info": words})
-        try:
-            group.join(deadline_s, asked)
-            asked.result(SLACK_S)
-        except (errors.WeightSyncError, concurrent.futures.TimeoutError) as e:
-            group.abort()
-            raise self._failed("preflight", "opening vLLM's data group", asked, e) from e
+        joint.join(self.name, "vLLM's data group", group, asked, deadline_s)
         self._group = group
 
     def pause(self, mode: str, deadline_s: float) -> None:
@@ -200,7 +172,8 @@ class _Stock:
         self._api.call(self._begun, deadline_s)
 
     def load(self, pairs: Sequence[tuple[str, torch.Tensor]], deadline_s: float) -> None:
-        assert self._group is not None
+        group = self._group
+        assert group is not None
         info = {
             "names": [name for name, _ in pairs],
             "dtype_names": [str(t.dtype).removeprefix("torch.") for _, t in pairs],
@@ -208,11 +181,10 @@ class _Stock:
         }
         asked = start_call(self._api.call, "/update_weights", deadline_s + SLACK_S, {"update_info": info})
         try:
-            self._group.broadcast([t for _, t in pairs], deadline_s, asked)
-            asked.result(deadline_s + SLACK_S)
-        except (errors.WeightSyncError, concurrent.futures.TimeoutError) as e:
-            self._raised = asked.done() and asked.exception() is not None
-            raise self._failed("receive", f"loading {pairs[0][0]} and {len(pairs) - 1} more", asked, e) from e
+            joint.send(self.name, group, pairs, asked, deadline_s)
+        except errors.EngineError:
+            self._raised = joint.refused(asked)
+            raise
 
     def finish(self, runner: str, deadline_s: float) -> None:
         self._api.call("/finish_weight_update", deadline_s)
@@ -274,12 +246,6 @@ class _Stock:
                 phase="preflight",
             ) from e
         self._begun, self._raised = None, False
-
-    def _failed(self, phase: str, what: str, asked: Asked, e: BaseException) -> errors.EngineError:
-        # vLLM's own words say more than our end of the group.
-        e = (asked.exception(0) if asked.done() else None) or e
-        text = str(e) or f"{type(e).__name__}: no answer in time"
-        return errors.EngineError(f"engine {self.name}, {phase}: {what}: {text}", engine=self.name, phase=phase)
 
 
 class _HttpApi:
