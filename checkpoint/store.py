@@ -3,19 +3,22 @@
 The trainer of rank 0 hosts it (`HostedStore`); every writer process, and every trainer that has to report the death of
 its writer, talks to it through `Store`. Torch's client blocks without any limit when the host is stopped, whatever
 timeout it was given, so each `Store` keeps its client on a daemon thread of its own: when an answer does not come in
-time, the caller raises `StoreLost` and the thread is left behind. A plain TCPStore listens on every address; this
-one gets a socket that already listens on one.
+time, the caller raises `StoreLost` and shuts the connection down, which ends that thread: a host whose link is down
+sends no word of its end. A plain TCPStore listens on every address; this one gets a socket that already listens on one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
+import os
 import queue
 import socket
+import stat
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
@@ -27,6 +30,8 @@ __all__ = ["HostedStore", "Store"]
 REPLY_TIMEOUT_S = 10.0
 _Requests: TypeAlias = "queue.SimpleQueue[tuple[Callable[[dist.TCPStore], Any], queue.SimpleQueue[Any]] | None]"
 _WILDCARDS = ("", "0.0.0.0", "::")  # noqa: S104 - recognised in order to refuse them
+_connecting = threading.Lock()
+"""One client connects at a time, so that the socket that appears meanwhile is its."""
 
 
 class HostedStore:
@@ -35,15 +40,23 @@ class HostedStore:
     Args:
         bind_host: the only address that is listened on.
         advertise_host: what others connect to, where that is another name for it.
+        port_range: first and last port to try, in order; None lets the kernel choose one.
 
     Raises:
-        ConfigError: a wildcard without `advertise_host`.
+        ConfigError: a wildcard without `advertise_host`, a bad range, or an address or range without a free port here.
     """
 
-    def __init__(self, bind_host: str = "127.0.0.1", advertise_host: str | None = None) -> None:
+    def __init__(
+        self,
+        bind_host: str = "127.0.0.1",
+        advertise_host: str | None = None,
+        port_range: tuple[int, int] | None = None,
+    ) -> None:
         if bind_host in _WILDCARDS and advertise_host is None:
             raise ConfigError(f"bind_host {bind_host!r} means every address: say advertise_host as well")
-        listener = socket.create_server((bind_host, 0), backlog=1024)
+        if port_range is not None and not 0 < port_range[0] <= port_range[1] < 65536:
+            raise ConfigError(f"port_range must be (first, last) within 1..65535, got {port_range}")
+        listener = _listen(bind_host, [0] if port_range is None else range(port_range[0], port_range[1] + 1))
         port = listener.getsockname()[1]
         self.address = f"{advertise_host or bind_host}:{port}"
         self._store: dist.TCPStore | None = dist.TCPStore(
@@ -57,6 +70,70 @@ class HostedStore:
 
     def close(self) -> None:
         self._store = None
+
+
+def _listen(host: str, ports: Sequence[int]) -> socket.socket:
+    failure: OSError | None = None
+    for port in ports:
+        try:
+            listener = socket.create_server(
+                (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024
+            )
+        except OSError as e:
+            failure = e
+            continue
+        _keep_alive(listener)
+        return listener
+    where = "any port" if list(ports) == [0] else f"ports {ports[0]}..{ports[-1]}"
+    raise ConfigError(
+        f"the store cannot listen on {host!r}, {where} ({failure}): bind_host must be an address of this host, and "
+        "port_range hold a free port"
+    )
+
+
+def _keep_alive(sock: socket.socket) -> None:
+    """Find out within 90 s that the other host is gone; what a listening socket accepts inherits it."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6)):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _connections(port: int) -> Iterator[tuple[int, socket.socket]]:
+    """(inode, duplicate to be closed) of this process's TCP connections to a port, whoever opened them."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed since the listing
+            status = os.fstat(int(name))
+            if not stat.S_ISSOCK(status.st_mode):
+                continue
+            sock = socket.socket(fileno=os.dup(int(name)))
+            try:
+                inet = sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
+                if inet and sock.getpeername()[1] == port:
+                    yield status.st_ino, sock
+            finally:
+                sock.close()
+
+
+class _Link:
+    """The connection of one client, which torch keeps to itself: found, so that it can be ended."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._before = {inode for inode, _ in _connections(port)}
+        self._inode: int | None = None
+
+    def made(self) -> None:
+        for inode, sock in _connections(self._port):
+            if inode not in self._before:
+                self._inode = inode
+                _keep_alive(sock)
+
+    def end(self) -> None:
+        """Whoever waits on it fails at once; also while it is being made."""
+        for inode, sock in _connections(self._port):
+            if inode == self._inode or (self._inode is None and inode not in self._before):
+                with contextlib.suppress(OSError):  # the other side was faster
+                    sock.shutdown(socket.SHUT_RDWR)
 
 
 class Store:
@@ -74,14 +151,16 @@ class Store:
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit():
             raise ConfigError(f"store address {address!r}: expected host:port")
-        self.address, self._prefix, self._timeout = address, prefix, reply_timeout_s
+        self.address, self._prefix, self.reply_timeout_s = address, prefix, reply_timeout_s
         self._host, self._port = host, int(port)
         self._lost: str | None = None
         self._requests: _Requests = queue.SimpleQueue()
+        self._links: list[_Link] = []
         self._connect()
 
     def _connect(self) -> None:
-        args = (self._host, self._port, self._requests)
+        self._links = []
+        args = (self._host, self._port, self._requests, self._links)
         threading.Thread(target=self._serve, args=args, name="checkpoint-store", daemon=True).start()
         self._call("connecting", lambda _: None)
 
@@ -92,20 +171,22 @@ class Store:
             StoreLost: it still does not answer.
         """
         if self._lost is not None:
-            self._requests.put(None)  # for the old thread, should it ever come back
             self._requests, self._lost = queue.SimpleQueue(), None
             self._connect()
 
-    def _serve(self, host: str, port: int, requests: _Requests) -> None:
+    def _serve(self, host: str, port: int, requests: _Requests, links: list[_Link]) -> None:
         client: dist.TCPStore | None = None
         failure: BaseException | None = None
         try:
             # A plain socket first: torch's client would repeat a refusal until its timeout.
-            socket.create_connection((host, port), timeout=self._timeout).close()
-            timeout = datetime.timedelta(seconds=self._timeout)
-            client = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+            socket.create_connection((host, port), timeout=self.reply_timeout_s).close()
+            timeout = datetime.timedelta(seconds=self.reply_timeout_s)
+            with _connecting:
+                links.append(_Link(port))
+                client = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+                links[0].made()
         except (OSError, RuntimeError) as e:
-            failure = e
+            failure = e.with_traceback(None)
         while (request := requests.get()) is not None:
             work, reply = request
             if failure is None:
@@ -114,28 +195,37 @@ class Store:
                     reply.put((True, work(client)))
                     continue
                 except (OSError, RuntimeError) as e:
-                    failure = e
+                    # Without its frames, which hold the client, and that its connection.
+                    failure = e.with_traceback(None)
+                    client = None
             reply.put((False, failure))
 
     def _call(self, doing: str, work: Callable[[dist.TCPStore], Any]) -> Any:
         if self._lost is not None:
             raise StoreLost(self._lost)
         reply: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._requests.put((work, reply))
+        requests = self._requests
+        requests.put((work, reply))
         try:
-            ok, value = reply.get(timeout=self._timeout)
+            ok, value = reply.get(timeout=self.reply_timeout_s)
         except queue.Empty:
             self._lost = (
-                f"the coordinator's store at {self.address} did not answer within {self._timeout:g} s while {doing}: "
-                "its host (the trainer of rank 0, unless another was given) is stopped or unreachable"
+                f"the coordinator's store at {self.address} did not answer within {self.reply_timeout_s:g} s while "
+                f"{doing}: its host (the trainer of rank 0, unless another was given) is stopped or unreachable"
             )
+            # The thread waits in the kernel for an answer, perhaps for ever.
+            for link in list(self._links):
+                link.end()
+            requests.put(None)
             raise StoreLost(self._lost) from None
         if not ok:
+            # Another thread that waited longer knows better: it shut the connection down.
             first_line = str(value).split("\n", 1)[0]
-            self._lost = (
+            self._lost = self._lost or (
                 f"the coordinator's store at {self.address} is gone while {doing} ({first_line}): its host (the "
                 "trainer of rank 0, unless another was given) exited or closed its Checkpointer"
             )
+            requests.put(None)
             raise StoreLost(self._lost) from value
         return value
 

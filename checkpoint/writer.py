@@ -55,6 +55,8 @@ class _Writer:
         self._plan: dict[str, Any] = {}
         self._untidy: str | None = None
         """The last attempt that was committed, until its leftovers are known to be gone."""
+        self._unsettled: list[AttemptFolder] = []
+        """Of attempts whose verdict this rank did not learn, as the store was out of reach."""
         self.nodes: dict[int, int]
         self.hosts: dict[int, str]
         if start["nodes"] is None:
@@ -67,6 +69,8 @@ class _Writer:
         if self.leader:
             # Seconds of imports: now, not between the last seal and the commit of the first save.
             dump_metadata(Index(tensors={}, objects={}))
+        # Only now: a process that has just started, on a busy machine, may be slow to hear its first answers.
+        self.store.reply_timeout_s = start["reply_timeout_s"]
         self.progress = Progress(self.rank, self.host, self.store)
         self.progress.start()
         self.tell({"event": "ready", "nodes": self.nodes, "hosts": self.hosts})
@@ -190,6 +194,7 @@ class _Writer:
         folder = self._folder(job.step, job.attempt)
         try:
             self.store.revive()
+            self._settle(job.keep_aborted)
             verdict = self.store.get(f"{job.attempt}/verdict")
             if verdict is None:
                 self._await_tidy(job)
@@ -209,6 +214,23 @@ class _Writer:
         except (CheckpointError, OSError) as e:
             return self._unknown(job, folder, e)
 
+    def _settle(self, keep_aborted: bool) -> None:
+        """The store answers again: end the attempts before as they were decided."""
+        while self._unsettled:
+            folder = self._unsettled[-1]
+            verdict = self.store.get(f"{folder.attempt}/verdict")
+            self._unsettled.pop()
+            try:
+                if verdict is not None and not read_verdict(verdict)[0] and not keep_aborted:
+                    folder.discard()
+                elif verdict is not None and read_verdict(verdict)[0] and self.leader and folder.path.exists():
+                    folder.commit()
+                    sys.stderr.write(
+                        f"checkpoint writer of rank {self.rank}: step {folder.step} is committed after all\n"
+                    )
+            except OSError as e:
+                sys.stderr.write(f"checkpoint writer of rank {self.rank}: {folder.path} is left as it is: {e}\n")
+
     def _unknown(self, job: Job, folder: AttemptFolder, error: Exception) -> dict[str, Any]:
         end = time.monotonic() + job.grace_s
         while isinstance(error, StoreLost) and time.monotonic() < end:
@@ -216,6 +238,8 @@ class _Writer:
             if folder.is_committed():
                 return self._committed(job, sorted(set(self.nodes.values()) - {self.node}), {})
             time.sleep(0.05)
+        if folder.path.exists():
+            self._unsettled.append(folder)
         text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         culprit = self.progress.culprit(job, text)
         if isinstance(error, StoreLost) and self._rank_0_hosts:
