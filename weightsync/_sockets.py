@@ -17,7 +17,22 @@ import stat
 import struct
 from collections.abc import Callable, Iterator
 
-__all__ = ["Address", "Endpoints", "address_of", "find", "set_reply_timeout", "shut_down", "take"]
+__all__ = [
+    "Address",
+    "Endpoints",
+    "address_of",
+    "find",
+    "is_dead",
+    "keep_alive",
+    "probe_idle",
+    "set_reply_timeout",
+    "shut_down",
+    "take",
+]
+
+IDLE_S, PROBE_EVERY_S, MAX_PROBES = 30, 10, 6
+"""A connection that is silent for `IDLE_S` is probed; after `MAX_PROBES` without an answer it is gone. A host that lost
+its link sends no word of it, and a firewall forgets connections that are silent for longer."""
 
 Address = tuple[str, int]
 
@@ -106,6 +121,31 @@ def shut_down(ends: set[Endpoints], how: int = socket.SHUT_RDWR) -> int:
                 sock.shutdown(how)
             count += 1
     return count
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Have the kernel find out that the other host is gone (see `IDLE_S`); what a socket accepts inherits it."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_EVERY_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, MAX_PROBES)
+
+
+def probe_idle(ends: set[Endpoints]) -> None:
+    """`keep_alive` for these sockets, whoever owns them."""
+    for _, sock, found in _each():
+        if found in ends:
+            keep_alive(sock)
+
+
+def is_dead(sock: socket.socket) -> bool:
+    """Whether the kernel knows that nothing will come from the other side any more; reads nothing."""
+    try:
+        return not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def set_reply_timeout(sock: socket.socket, seconds: float) -> None:

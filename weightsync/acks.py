@@ -61,12 +61,23 @@ class Member:
         return self.control.name
 
     @property
+    def place(self) -> str:
+        """Where it runs, for messages that nobody there can write any more; "" if its control client does not know."""
+        known = getattr(self.control, "place", "")
+        return f" ({known})" if known else ""
+
+    @property
     def world_size(self) -> int:
         return int(self.status["world_size"])
 
     @property
     def identity(self) -> tuple[str, str, int]:
         return (self.name, str(self.status["instance"]), self.world_size)
+
+    def is_in(self, run_id: str, epoch: int) -> bool:
+        """Whether it has the groups of this epoch, and as far as it knows with all their connections."""
+        s = self.status
+        return s.get("run_id") == run_id and s.get("epoch") == epoch and bool(s.get("connected", True))
 
 
 def start_call(
@@ -142,8 +153,8 @@ class AckBoard:
             age = self._heartbeats.age(keys.heartbeat(m.index, r))
             if age is not None and age > self._heartbeat_s:
                 return (
-                    f"engine {m.name} rank {r}: {phase}: no heartbeat for {age:.1f} s: the process is stopped, stuck "
-                    "or gone"
+                    f"engine {m.name} rank {r}{m.place}: {phase}: no heartbeat for {age:.1f} s: the process is "
+                    "stopped, stuck or gone"
                 )
         return None
 

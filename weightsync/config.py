@@ -11,12 +11,16 @@ import torch
 from weightsync import errors
 from weightsync.guarantees import check_names
 
-__all__ = ["PublishConfig"]
+__all__ = ["WILDCARDS", "PublishConfig"]
+
+WILDCARDS = ("", "0.0.0.0", "::")  # noqa: S104 - recognised in order to treat them apart
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PublishConfig:
-    """How to publish; equal on every trainer rank. Checked when built.
+    """How to publish; equal on every trainer rank, but for the two addresses, which are of each rank's own host.
+
+    Checked when built.
 
     Raises:
         errors.ConfigError: a value that cannot work.
@@ -47,11 +51,13 @@ class PublishConfig:
     device: str | None = None
     """Where buckets are packed; None: the CPU if the transport moves CPU tensors, else the current accelerator."""
     bind_host: str = "127.0.0.1"
-    """The only address that sockets of this trainer listen on."""
+    """The only address that sockets of this trainer rank listen on. With a wildcard (`0.0.0.0`, `::`) the store listens
+    on every address, the data plane on `advertise_host`."""
     advertise_host: str | None = None
-    """Address under which engines reach `bind_host`; None: the same."""
+    """Address under which engines reach the store; None: `bind_host`."""
     port_range: tuple[int, int] | None = None
-    """First and last port for the store; None: any free one."""
+    """First and last port for the store; None: any free one. Ports of the data plane are the kernel's choice: see
+    docs/guides/networks.md."""
     takeover: bool = False
     """Take engines over from another run id."""
     require_same_torch: bool = True
@@ -60,6 +66,11 @@ class PublishConfig:
     """Guarantees (`weightsync.guarantees`) without which no engine is published to; stock engines lack some."""
     trace: bool = False
     """Keep every span for `PublishReport.events`."""
+
+    @property
+    def data_host(self) -> str:
+        """The address that the data plane listens on."""
+        return self.advertise_host or "" if self.bind_host in WILDCARDS else self.bind_host
 
     def __post_init__(self) -> None:
         def check(ok: bool, text: str) -> None:
@@ -76,6 +87,10 @@ class PublishConfig:
         check(self.run_id is None or bool(self.run_id.strip()), "run_id is empty")
         check(self.run_id is None or "/" not in self.run_id, f"run_id {self.run_id!r} contains '/'")
         check_names(self.require)
+        check(
+            self.bind_host not in WILDCARDS or self.advertise_host not in (None, *WILDCARDS),
+            f"bind_host {self.bind_host!r} means every address; say with advertise_host which one engines use",
+        )
         if self.port_range is not None:
             low, high = self.port_range
             check(0 < low <= high < 65536, f"port_range is {self.port_range}; expected (first, last) within 1..65535")

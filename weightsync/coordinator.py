@@ -101,6 +101,10 @@ class Coordinator:
         """Leave these engines (name -> why) out of further attempts of this publish."""
         self._excluded |= dict(culprits)
 
+    def new_epoch(self) -> None:
+        """The next attempt opens new groups: connections of the old ones are gone."""
+        self._identities = []
+
     def new_publish(self) -> None:
         self._excluded = {}
         self.acceptance.new_publish()
@@ -237,10 +241,9 @@ class Coordinator:
             decide(self._store, keys.decision(seq), f"abort: {reason}")
         self._identities = []
         limit = time.monotonic() + GRACE_S
-        if self._entered_receive or self._members:
-            for m in self._members:
-                if m.reply is not None:
-                    concurrent.futures.wait([m.reply], timeout=max(0.0, limit - time.monotonic()))
+        for m in self._members:
+            if m.reply is not None:
+                concurrent.futures.wait([m.reply], timeout=max(0.0, limit - time.monotonic()))
         if self._paused and not self._entered_receive:
             resumes = [start_call(m.control.resume, deadline_s=request.deadline_s) for m in self._members]
             concurrent.futures.wait(resumes, timeout=min(request.deadline_s, 2 * GRACE_S))
@@ -419,9 +422,7 @@ class Coordinator:
         """Keep the epoch while the same processes use groups of the same layout; else take the next one."""
         identities: list[tuple[object, ...]] = [m.identity for m in self._members]
         identities.append(("layout", manifest.bucket_bytes, manifest.num_stages))
-        in_epoch = all(
-            m.status.get("epoch") == self._epoch and m.status.get("run_id") == self.run_id for m in self._members
-        )
+        in_epoch = all(m.is_in(self.run_id, self._epoch) for m in self._members)
         if identities == self._identities and in_epoch:
             return
         seen = [int(m.status["epoch"] or 0) for m in self._members if m.status.get("run_id") == self.run_id]

@@ -339,6 +339,8 @@ class Publisher:
         assert c is not None
         timeline = Timeline(trace=self.config.trace)
         senders: list[dict[str, Any]] = []
+        if not self._sender.connected:
+            c.new_epoch()
         try:
             done = c.prepare(request, manifest, seq)
             if done is not None:

@@ -98,17 +98,27 @@ class StageSender:
                         device=self._device(),
                         bucket_bytes=manifest.bucket_bytes,
                         num_buffers=self.config.num_buffers,
-                        bind_host=self.config.bind_host,
+                        bind_host=self.config.data_host,
                         deadline_s=deadline_s,
                         peers=(f"trainer stage {stage}", *peers),
                     )
                 )
                 self._epoch = epoch
+            elif not self._endpoint.connected:
+                # Now, while every engine still serves: in mid-stream it would fence them.
+                raise errors.PeerLost(
+                    f"connections of epoch {epoch} stage {stage} broke since its last publish: publish again"
+                )
         except errors.WeightSyncError as e:
             said = {"ok": False, "stage": stage, "error": f"trainer stage {stage}: {type(e).__name__}: {e}"}
             raise
         finally:
             put_json(self._store, keys.sender(seq, stage, "connected"), said)
+
+    @property
+    def connected(self) -> bool:
+        """False once a connection of the open group is known to be gone."""
+        return self._endpoint is None or self._endpoint.connected
 
     def drop(self) -> None:
         if self._endpoint is not None:

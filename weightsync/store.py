@@ -31,6 +31,7 @@ from typing import Any
 import torch.distributed as dist
 
 from weightsync import _sockets
+from weightsync.config import WILDCARDS
 from weightsync.errors import ConfigError, PeerLost, TransferTimeout, TransportError
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "decide",
     "get_json",
     "host_store",
+    "is_connected",
     "put_json",
     "translated",
     "wait_all",
@@ -54,8 +56,6 @@ delays it, only a stopped process or a dead network."""
 _SLACK_S = 1.0
 """How much later than its deadline a call may end: the least time an answer is given, so that a loaded host that
 answers the last question of a wait a little late does not lose the connection."""
-
-WILDCARDS = ("", "0.0.0.0", "::")  # noqa: S104 - recognised in order to refuse them
 
 _connecting = threading.Lock()
 """One connect at a time, so that the socket that appears meanwhile is ours."""
@@ -108,6 +108,8 @@ def _listen(bind_host: str, port: int) -> socket.socket:
     sock = socket.socket(family, kind, proto)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Else the server would hold connections of hosts that are gone for as long as it runs.
+        _sockets.keep_alive(sock)
         sock.bind(address)
         sock.listen(1024)
     except OSError:
@@ -192,11 +194,7 @@ def _probe(host: str, port: int, where: str, deadline_s: float) -> _sockets.Addr
         with socket.create_connection((host, port), timeout=max(deadline_s, 0.001)) as probe:
             return _sockets.address_of(probe.getpeername())
     except ConnectionRefusedError as e:
-        raise PeerLost(
-            f"{where} refused the connection: nothing listens there (did the trainer's rank 0 exit, or is "
-            "advertise_host that of another host?)",
-            peer=where,
-        ) from e
+        raise PeerLost(f"{where} refused the connection: nothing listens there ({_why_not(host)})", peer=where) from e
     except TimeoutError as e:
         raise TransferTimeout(
             f"{where} cannot be reached: no answer within {deadline_s:g} s (firewall, or advertise_host is not an "
@@ -205,6 +203,16 @@ def _probe(host: str, port: int, where: str, deadline_s: float) -> _sockets.Addr
         ) from e
     except OSError as e:
         raise TransportError(f"{where} cannot be reached: {e}; check advertise_host", peer=where) from e
+
+
+def _why_not(host: str) -> str:
+    if host.startswith("127.") or host in ("localhost", "::1"):
+        return (
+            f"{host} is each host's own: for engines on other hosts give the publisher bind_host, an address of its "
+            "host that they reach, and advertise_host where they reach it under another; else: did the trainer's rank "
+            "0 exit?"
+        )
+    return "did the trainer's rank 0 exit, or is advertise_host that of another host?"
 
 
 def _handshake(remote: _sockets.Address, where: str, deadline_s: float, end: float) -> _ClientStore:
@@ -241,6 +249,7 @@ def _handshake(remote: _sockets.Address, where: str, deadline_s: float, end: flo
         sock = _sockets.take(ends)
         if sock is not None and store.weightsync_socket is None:
             store.weightsync_socket = sock
+            _sockets.keep_alive(sock)
             _sockets.set_reply_timeout(sock, REPLY_TIMEOUT_S)
         elif sock is not None:  # of other code that connects to the same port at this moment
             sock.close()
@@ -255,6 +264,15 @@ def _root(store: dist.Store) -> Any:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
+
+
+def is_connected(store: dist.Store) -> bool:
+    """Whether its connection can still be used, as far as this host knows."""
+    root = _root(store)
+    if not isinstance(root, _ClientStore):
+        return True
+    sock = root.weightsync_socket
+    return root.weightsync_lost is None and (sock is None or not _sockets.is_dead(sock))
 
 
 @contextlib.contextmanager

@@ -366,6 +366,7 @@ class Leader:
             "versions": dict(receiver.versions),
             "run_id": receiver.run_id,
             "epoch": receiver.epoch,
+            "connected": receiver.connected,
             "torch": torch.__version__,
             "protocol": PROTOCOL_VERSION,
             "running": scheduler.num_running,

@@ -136,6 +136,12 @@ class Receiver:
         """Highest epoch seen of this run; 0 before the first."""
         return self._session.epoch if self._session is not None else 0
 
+    @property
+    def connected(self) -> bool:
+        """False once a connection to the publisher is known to be gone; the next publish then takes a new epoch."""
+        session = self._session
+        return session is None or session.connected
+
     def status(self) -> dict[str, Any]:
         """JSON for the control channel; may be called from any thread."""
         return {
@@ -151,6 +157,7 @@ class Receiver:
             "torch": torch.__version__,
             "protocol": PROTOCOL_VERSION,
             "busy": self._busy.locked(),
+            "connected": self.connected,
         }
 
     def close(self) -> None:
@@ -392,7 +399,7 @@ class Receiver:
             runner.begin()
         digests = Digests()
         payload = 0
-        with DecisionWatch(session, call, session.abort) as watch:
+        with DecisionWatch(session, call, end, session.abort) as watch:
             try:
                 for stage, endpoint in enumerate(list(session.endpoints)):
                     before, received = endpoint.bytes_received, attempt.facts.get("bytes_received", 0)

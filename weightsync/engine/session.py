@@ -23,7 +23,7 @@ from weightsync.errors import (
 )
 from weightsync.manifest import Manifest
 from weightsync.protocol import Ack, Keys, PublishCall
-from weightsync.store import Heartbeat, connect_store, translated, wait_key
+from weightsync.store import Heartbeat, connect_store, is_connected, translated, wait_key
 from weightsync.transports.base import GroupInfo, ReceiverEndpoint
 from weightsync.transports.registry import get_transport
 
@@ -57,6 +57,11 @@ class Session:
         self._heartbeat: Heartbeat | None = None
         self._manifests: dict[str, Manifest] = {}
         self._layout: tuple[object, ...] = ()
+
+    @property
+    def connected(self) -> bool:
+        """False once a connection of it is known to be gone: the next publish needs a new epoch."""
+        return self.usable and is_connected(self.store) and all(e.connected for e in list(self.endpoints))
 
     def authenticate(self, call: PublishCall) -> None:
         """The call and the store belong together, and both to the publisher that opened this epoch.
@@ -142,6 +147,10 @@ class Session:
                     f"epoch {call.epoch} has groups of (transport, buffers, bucket bytes, stages, rank, size) "
                     f"{self._layout}, the call wants {layout}: publish in a new epoch"
                 )
+            if not self.connected:
+                # Before anything is written: in mid-stream it would cost this engine its version.
+                self.usable = False
+                raise PeerLost(f"connections of epoch {call.epoch} broke since its last publish: publish again")
             return
         transport = get_transport(call.transport)
         if device.type not in (devices := transport.caps.devices) and "cpu" in devices:
@@ -192,9 +201,9 @@ class DecisionWatch:
     A rank that waits for bytes would otherwise notice neither before its deadline.
     """
 
-    def __init__(self, session: Session, call: PublishCall, on_end: Callable[[], None]) -> None:
+    def __init__(self, session: Session, call: PublishCall, end: float, on_end: Callable[[], None]) -> None:
         self.reason: str | None = None
-        self._session, self._call, self._on_end = session, call, on_end
+        self._session, self._call, self._end, self._on_end = session, call, end, on_end
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weightsync-watch", daemon=True)
 
@@ -202,7 +211,8 @@ class DecisionWatch:
         key = self._session.keys.decision(self._call.seq)
         while not self._stop.wait(WATCH_S):
             try:
-                with translated(self._session.store, "watching for the decision"):
+                # By the deadline: it holds the connection, which the rank then needs to tell of its own failure.
+                with translated(self._session.store, "watching for the decision", self._end):
                     known = self._session.store.check([key])
                     text = self._session.store.get(key).decode() if known else ""
             except (PeerLost, TransferTimeout) as e:

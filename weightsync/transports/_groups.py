@@ -9,7 +9,9 @@ waits until the operations in flight time out. Shutting its sockets down ends bo
 peers, and threads and descriptors are gone. One case stays: gloo's event thread takes an operation off its list when
 the peer is ready for it, and forgets it if writing then fails, so nobody is told and the operation ends only at its own
 timeout. So a connection that is gone counts as a failure, whatever the operation says; and one's own sockets are shut
-down for reading first, which lets that thread write what it was asked for before it sees the end.
+down for reading first, which lets that thread write what it was asked for before it sees the end. Against a peer that
+is killed nothing helps: a survivor learns of it at once, but a thread named `weightsync-retire` may keep the group's
+threads and its listening socket until `_BEYOND_S` after the deadline of that publish. Nobody waits for it.
 NCCL has a real abort, but its own watchdog ends the whole process: its timeout is set far beyond any of ours.
 """
 
@@ -30,9 +32,10 @@ import torch
 import torch.distributed as dist
 
 from weightsync import _sockets
+from weightsync.config import WILDCARDS
 from weightsync.errors import ConfigError, TransferTimeout, TransportError, UnsupportedError
-from weightsync.store import WILDCARDS, decide, put_json, translated, wait_all
-from weightsync.transports._endpoint import peer_name
+from weightsync.store import decide, put_json, translated, wait_all
+from weightsync.transports._endpoint import machine, peer_name
 from weightsync.transports.base import GroupInfo, TransportCaps
 
 __all__ = ["DataGroup", "backend_caps", "open_group"]
@@ -187,6 +190,11 @@ class DataGroup:
 
     # Failure and end.
 
+    @property
+    def connected(self) -> bool:
+        """False once a connection is known to be gone."""
+        return self._pg is not None
+
     def culprit(self, error: Exception) -> int | None:
         """The rank whose connection `error` is about, if it says so."""
         return None
@@ -239,7 +247,7 @@ class _Gloo(DataGroup):
         self._pairs: set[_sockets.Endpoints] = set()
         self._owner: dict[_sockets.Address, int] = {}
 
-    def _announce(self) -> _sockets.Address:
+    def _announce(self) -> tuple[str, int, dict[str, str]]:
         if self.group.bind_host in WILDCARDS:
             raise ConfigError(
                 f"{self.group.name}: gloo tells the other members where it listens, so bind_host must be one address "
@@ -248,16 +256,46 @@ class _Gloo(DataGroup):
         with _one_device:
             for _ in range(5):
                 before = _sockets.find(lambda ends: ends.listening)
-                device = dist.ProcessGroupGloo.create_device(hostname=self.group.bind_host)
+                device = self._listen()
                 new = _sockets.find(lambda ends: ends.listening) - before
                 if len(new) == 1:  # else another thread of the program began to listen at this very moment
                     self._device = device
                     self._listening = new.pop().local
-                    return self._listening
+                    return *self._listening, machine()
         raise UnsupportedError(
             f"{self.group.name}: gloo's listening socket on {self.group.bind_host} can't be told from others in "
             "/proc/self/fd, so that a stuck transfer could not be ended; is /proc mounted?"
         )
+
+    def _listen(self) -> Any:
+        try:
+            return dist.ProcessGroupGloo.create_device(hostname=self.group.bind_host)
+        except RuntimeError as e:
+            raise ConfigError(
+                f"{self.group.name}: gloo cannot listen on {self.group.bind_host!r}: {str(e).splitlines()[0]}; "
+                f"bind_host of {peer_name(self.group, self.group.rank)} must be an address of its own host"
+            ) from e
+
+    def _roll_call(self, what: str, fact: Any, end: float) -> dict[int, Any]:
+        facts = super()._roll_call(what, fact, end)
+        if what == "here":
+            self._check_reachable(facts)
+        else:
+            for rank in set(facts) - {self.group.rank}:
+                for host, port in facts[rank]:
+                    self._owner.setdefault((str(host), int(port)), rank)
+        return facts
+
+    def _check_reachable(self, facts: dict[int, Any]) -> None:
+        """A loopback address means another host to each member: gloo would try it until the deadline."""
+        hosts = {json.dumps(there, sort_keys=True): there["host"] for _, _, there in facts.values()}
+        hidden = [rank for rank, (host, _, _) in sorted(facts.items()) if host.startswith("127.") or host == "::1"]
+        if hidden and len(hosts) > 1:
+            who = ", ".join(f"{peer_name(self.group, r)} ({facts[r][0]} of {facts[r][2]['host']})" for r in hidden)
+            raise ConfigError(
+                f"{self.group.name}: members are on {len(hosts)} hosts, and these listen on a loopback address, which "
+                f"the others do not reach: {who}; give each bind_host, an address of its host that the others reach"
+            )
 
     def _build(self, left_s: float) -> Any:
         gloo: Any = dist.ProcessGroupGloo
@@ -268,7 +306,7 @@ class _Gloo(DataGroup):
         return gloo(self.group.store, self.group.rank, self.group.size, options)
 
     def _connected(self, others: dict[int, Any], end: float) -> Any:
-        listening = {(str(host), int(port)): rank for rank, (host, port) in others.items() if rank != self.group.rank}
+        listening = {(str(host), int(port)): r for r, (host, port, _) in others.items() if r != self.group.rank}
         # More than ours if another member lives in this process: it is of the same group, and ends with it.
         self._pairs = _sockets.find(
             lambda ends: ends.remote is not None and (ends.local == self._listening or ends.remote in listening)
@@ -279,15 +317,8 @@ class _Gloo(DataGroup):
                 "a stuck transfer could not be ended; unset TORCH_GLOO_LAZY_INIT and GLOO_DEVICE_TRANSPORT"
             )
         self._owner = listening
+        _sockets.probe_idle(self._pairs)
         return [ends.local for ends in self._pairs]
-
-    def _roll_call(self, what: str, fact: Any, end: float) -> dict[int, Any]:
-        facts = super()._roll_call(what, fact, end)
-        if what == "joined":
-            for rank in set(facts) - {self.group.rank}:
-                for host, port in facts[rank]:
-                    self._owner.setdefault((str(host), int(port)), rank)
-        return facts
 
     def retire(self) -> None:
         self._device = None
@@ -311,6 +342,10 @@ class _Gloo(DataGroup):
                 raise dist.DistNetworkError(f"the connection to [{host}]:{port} is gone")
             missed = gone
         return bool(work.wait())
+
+    @property
+    def connected(self) -> bool:
+        return super().connected and self._open_pairs() == self._pairs
 
     def _open_pairs(self) -> set[_sockets.Endpoints]:
         return _sockets.find(lambda ends: ends in self._pairs)

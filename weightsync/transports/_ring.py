@@ -31,7 +31,7 @@ import torch
 
 from weightsync.errors import PeerLost, TransferTimeout, TransportError, UnsupportedError
 from weightsync.store import decide, put_json, translated, wait_key
-from weightsync.transports._endpoint import Endpoint, peer_name
+from weightsync.transports._endpoint import Endpoint, machine, peer_name
 from weightsync.transports.base import GroupInfo
 
 __all__ = ["RingMember", "RingReceiver", "RingSender", "joined"]
@@ -70,13 +70,6 @@ def joined(endpoint: _E) -> _E:
             raise
         raise TransportError(f"{group.name}: transport {endpoint.transport!r}: {e}") from e
     return endpoint
-
-
-def _machine() -> dict[str, str]:
-    """What two processes must have in common to reach each other's abstract sockets."""
-    with open("/proc/sys/kernel/random/boot_id") as f:
-        boot = f.read().strip()
-    return {"boot": boot, "net": os.readlink("/proc/self/ns/net"), "host": socket.gethostname()}
 
 
 class RingMember(Endpoint):
@@ -261,7 +254,7 @@ class RingSender(RingMember):
             name, token = f"weightsync-{secrets.token_hex(16)}", secrets.token_hex(16)
             listener.bind(f"\0{name}")
             listener.listen(self.group.size)
-            put_json(self.group.store, "socket", {**_machine(), **self.facts(), "name": name, "token": token})
+            put_json(self.group.store, "socket", {**machine(), **self.facts(), "name": name, "token": token})
             self._accept(listener, token, end)
         finally:
             listener.close()
@@ -392,7 +385,7 @@ class RingReceiver(RingMember):
         found, value = wait_key(group.store, ["failed", "socket"], max(end - time.monotonic(), 0.0))
         if found != "socket":
             raise PeerLost(value.decode(errors="replace"))
-        there, here = json.loads(value), _machine()
+        there, here = json.loads(value), machine()
         if there["boot"] != here["boot"]:
             raise UnsupportedError(
                 f"{group.name}: transport {self.transport!r} needs one host: {sender} is on {there['host']}, "

@@ -57,6 +57,11 @@ class GroupInfo:
 
 
 class SenderEndpoint(Protocol):
+    @property
+    def connected(self) -> bool:
+        """False once a connection is known to be gone; asked before a publish."""
+        ...
+
     bytes_sent: int
     """Bytes handed to `send` since the group was opened, counted here and not by the caller."""
 
@@ -86,6 +91,9 @@ class SenderEndpoint(Protocol):
 
 
 class ReceiverEndpoint(Protocol):
+    @property
+    def connected(self) -> bool: ...
+
     bytes_received: int
     """Bytes that arrived since the group was opened, counted where they arrive."""
 

@@ -135,6 +135,10 @@ class _Member(Endpoint):
             time.sleep(0.005)
         return [saw] if saw is not None and saw not in heard else [r for r in others if r not in heard], ""
 
+    @property
+    def connected(self) -> bool:
+        return super().connected and self.pg.connected
+
     def close(self) -> None:
         self._end("closed its side")
 

@@ -11,7 +11,7 @@ from tests.support import spawn_ranks
 from tests.support.forks import observe
 from tests.weightsync.transports.members import MIB, NUM_BUFFERS, ODD_SIZES, Scenario, peer, play
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(200)]
 
 STOP_S = 2.0
 SCENARIOS = {
@@ -44,7 +44,7 @@ def scenarios(rank, world_size, transport, chosen):
 def run(transport, chosen):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_CPP_LOG_LEVEL", "FATAL")  # a C++ stack for every error that is expected here
-        seen = spawn_ranks(scenarios, 1, args=(transport, chosen), deadline_s=100)[0]
+        seen = spawn_ranks(scenarios, 1, args=(transport, chosen), deadline_s=150)[0]
 
     def reports(name):
         ok, value = seen[name]

@@ -191,7 +191,7 @@ def test_a_device_that_does_not_finish_is_named_by_its_own_rank(reports, name, c
 def test_both_ends_in_one_process_are_refused():
     receiver = CudaIpcTransport(driver=HostGpu())
     info = group(rank=1, deadline_s=5.0)
-    facts = {"name": "n", "token": "t", "gpu": "GPU-0", "process": ipc._process(), **_ring._machine()}
+    facts = {"name": "n", "token": "t", "gpu": "GPU-0", "process": ipc._process(), **_ring.machine()}
     info.store.set("socket", json.dumps(facts))
     with pytest.raises(UnsupportedError, match="runs in the process of trainer stage 0: use shm"):
         receiver.open_receiver(info)
