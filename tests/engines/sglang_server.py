@@ -88,6 +88,7 @@ class Server:
         self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._held.bind(("127.0.0.1", 0))
         port = self._held.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
         module = "sglang.launch_server" if stock else "weightsync.engines.sglang.launch"
         self._command = [
             str(python_of(release)), "-m", module, "--host", "127.0.0.1", "--port", str(port),
@@ -98,8 +99,8 @@ class Server:
             self._env["PYTHONPATH"] = str(ROOT / "tests" / "engines" / "stubs" / "sglang")
         self.start()
         control: Any = stock_control if stock else SglangControl
-        self.link = HttpLink(f"http://127.0.0.1:{port}", api_key=KEY, name=None)
-        self.control = control(f"http://127.0.0.1:{port}", api_key=KEY, name=f"{draft}-{release}")
+        self.link = HttpLink(self.url, api_key=KEY, name=None)
+        self.control = control(self.url, api_key=KEY, name=f"{draft}-{release}")
 
     def start(self) -> None:
         """Again after `kill`: at the same address, with the version of its folder."""

@@ -51,10 +51,11 @@ def facts(runners):
                 held[name] = [digest(p.detach().contiguous().reshape(-1).view(torch.uint8)), p.data_ptr()]
         for path, layer in module.named_modules():
             weight = getattr(layer, "weight", None)
-            if weight is None or weight.numel() or not hasattr(layer, "input_size_per_partition"):
+            size = getattr(layer, "input_size_per_partition", getattr(layer, "input_size", None))
+            if weight is None or weight.numel() or size is None:
                 continue
-            # One product with the identity shows every element of the packed matrix.
-            eye = torch.eye(layer.input_size_per_partition, dtype=torch.bfloat16)
+            # One product with the identity shows every element of the packed matrix. A router's is float32.
+            eye = torch.eye(size, dtype=weight.dtype)
             made = layer.quant_method.apply(layer, eye, None)
             held[f"{path}.weight (packed)"] = [digest(made.contiguous().reshape(-1).view(torch.uint8)), 0]
     return out

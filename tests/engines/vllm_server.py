@@ -80,8 +80,12 @@ class Server:
             self.close()
             raise
 
+    def folders(self, version: int) -> tuple[Path, Mapping[str, object]]:
+        """What `version` starts from: the target's folder and the speculative config."""
+        return models.write_folders(self.folder / f"v{version}", self.draft, version)
+
     def start(self, version: int) -> None:
-        target, speculation = models.write_folders(self.folder / f"v{version}", self.draft, version)
+        target, speculation = self.folders(version)
         command = [
             str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(target),
             "--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "m", "--api-key", KEY,

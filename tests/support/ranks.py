@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+_LAST_WORDS_S = 2.0
 
 
 class RankError(AssertionError):
@@ -115,12 +116,14 @@ class RankGroup:
         """Results by rank (None for those in `expect_dead`, which are not waited for)."""
         waiting = {r for r in range(len(self.processes)) if r not in expect_dead}
         results: list[Any] = [None] * len(self.processes)
+        failed: list[str] = []
         end = time.monotonic() + deadline_s
         while waiting:
             left = end - time.monotonic()
             ready, _, _ = select.select([self._pipes[r] for r in waiting], [], [], max(left, 0))
             if not ready and left <= 0:
-                raise RankError(f"ranks {sorted(waiting)} still ran after {deadline_s} s")
+                failed = failed or [f"ranks {sorted(waiting)} still ran after {deadline_s} s"]
+                break
             for rank in [r for r in waiting if self._pipes[r] in ready]:
                 chunk = os.read(self._pipes[rank], 1 << 20)
                 self._buffers[rank] += chunk
@@ -128,9 +131,13 @@ class RankGroup:
                     continue
                 waiting.remove(rank)
                 ok, value = self._outcome(rank, end)
-                if not ok:
-                    raise RankError(f"rank {rank}: {value}")
                 results[rank] = value
+                if not ok:
+                    failed.append(f"rank {rank}: {value}")
+                    # The first to fail is often the one that lost the culprit: hear that one, too.
+                    end = min(end, time.monotonic() + _LAST_WORDS_S)
+        if failed:
+            raise RankError("\n".join(failed))
         return results
 
     def _outcome(self, rank: int, end: float) -> tuple[bool, Any]:

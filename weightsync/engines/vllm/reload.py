@@ -111,6 +111,11 @@ def reload_runner(
     """The runner of one model of a worker; `model_config` is its own (vLLM's `ModelConfig`)."""
 
     load_weights: Any = module.load_weights
+    kernels: list[tuple[Any, Any, Any]] = []
+
+    def begin() -> None:
+        initialize_layerwise_reload(module)
+        kernels.extend(_take_packing_kernels(module))
 
     def load(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
         # Buckets are parts of a checkpoint: that a bucket lacks MTP tensors says nothing.
@@ -122,6 +127,7 @@ def reload_runner(
         # Complete ones, and those that vLLM completes now: rows that pad a vocabulary are never loaded.
         loaded = {i for i, info in infos if not info.can_load() or info.load_numel > 0}
         finalize_layerwise_reload(module, model_config)
+        _put_back(kernels)
         _refresh_tied(module, loaded)
 
     def abort() -> None:
@@ -133,6 +139,7 @@ def reload_runner(
                 info.loaded_weights.clear()
                 info.load_numel = 0
         finalize_layerwise_reload(module, model_config)
+        _put_back(kernels)
 
     return ModuleRunner(
         name,
@@ -140,10 +147,39 @@ def reload_runner(
         roles=roles,
         load=load,
         casts=casts,
-        on_begin=lambda: initialize_layerwise_reload(module),
+        on_begin=begin,
         on_finish=finish,
         on_abort=abort,
     )
+
+
+def _take_packing_kernels(module: torch.nn.Module) -> list[tuple[Any, Any, Any]]:
+    """Hide the kernels of expert layers on the CPU, for `_put_back`: (method, kernel, its config).
+
+    Such a kernel pads and packs experts when it is made, and never again: stock 0.32 takes a kernel that is there as a
+    sign that addresses must stay, and leaves plain experts where the kernel reads packed ones. Without one it makes a
+    new one, which packs into the tensors that the reload copies to the live ones; those the old kernel reads.
+    """
+    taken = []
+    for layer in module.modules():
+        method: Any = getattr(layer, "quant_method", None)
+        kernel = getattr(method, "moe_kernel", None)
+        if kernel is not None and getattr(kernel, "fused_experts", None) is not None and _on_cpu(layer):
+            taken.append((method, kernel, method.moe_quant_config))
+            method.moe_kernel = None
+    return taken
+
+
+def _put_back(kernels: list[tuple[Any, Any, Any]]) -> None:
+    for method, kernel, config in kernels:
+        method.moe_kernel, method.moe_quant_config = kernel, config
+    kernels.clear()
+
+
+def _on_cpu(layer: torch.nn.Module) -> bool:
+    # While a reload is open, the live tensors are in its record and the layer has meta ones.
+    parameters, _ = get_layerwise_info(layer).kernel_tensors or (layer._parameters, {})
+    return any(p is not None and p.device.type == "cpu" for p in parameters.values())
 
 
 def _refresh_tied(module: torch.nn.Module, loaded: Collection[int]) -> None:
