@@ -21,17 +21,7 @@ from tests.checkpoint import megatron_ranks as m
 from tests.support.forks import Fork
 
 DENSE = m.TINY
-MOE = {
-    **m.TINY,
-    "model_type": "qwen3_moe",
-    "num_hidden_layers": 2,
-    "head_dim": 8,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
+MOE = m.MOE
 SHORT_KEYS = {"chained_optim_avoid_prefix": True}
 """Without it, Megatron-Core numbers the optimizers of a chain in their keys, and another EP counts otherwise."""
 STEPS_BEFORE, STEPS_AFTER = 2, 10

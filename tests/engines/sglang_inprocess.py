@@ -24,10 +24,32 @@ import threading
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+
+from tests.engines.folders import write_plain
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, WIDTH, STEPS = 320, 64, 4, 2, 16, 128, 2
 MLA = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+COMMON = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": WIDTH,
+    "num_hidden_layers": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "bos_token_id": 318,
+    "eos_token_id": 319,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
 
 
 def write_layers_model(folder: Path) -> None:
@@ -72,11 +94,7 @@ def write_layers_model(folder: Path) -> None:
     config = {
         "architectures": ["MiMoV2FlashForCausalLM"],
         "model_type": "qwen2",
-        "hidden_size": HIDDEN,
-        "intermediate_size": WIDTH,
-        "num_hidden_layers": 2,
         "num_nextn_predict_layers": STEPS,
-        "vocab_size": VOCAB,
         **heads,
         **{f"swa_{name}": value for name, value in heads.items()},
         "sliding_window": 64,
@@ -84,27 +102,11 @@ def write_layers_model(folder: Path) -> None:
         "use_sliding_window": False,
         "hybrid_layer_pattern": [0, 1],
         "moe_layer_freq": [0, 0],
-        "moe_intermediate_size": 32,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
         "topk_method": "noaux_tc",
         "norm_topk_prob": True,
-        "max_position_embeddings": 512,
         "layernorm_epsilon": 1e-5,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-        "bos_token_id": 318,
-        "eos_token_id": 319,
     }
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    write_plain(folder, COMMON | config, tensors)
 
 
 def write_mla_model(folder: Path) -> None:
@@ -137,18 +139,10 @@ def write_mla_model(folder: Path) -> None:
     config = {
         "architectures": ["DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v2",
-        "hidden_size": HIDDEN,
-        "intermediate_size": WIDTH,
-        "moe_intermediate_size": 32,
-        "num_hidden_layers": 2,
         "first_k_dense_replace": 2,
         "moe_layer_freq": 1,
-        "n_routed_experts": 4,
         "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
         "routed_scaling_factor": 1.0,
-        "n_group": 1,
-        "topk_group": 1,
         "topk_method": "greedy",
         "scoring_func": "softmax",
         "norm_topk_prob": False,
@@ -167,20 +161,8 @@ def write_mla_model(folder: Path) -> None:
             "mscale": 1.0,
             "mscale_all_dim": 1.0,
         },
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-        "bos_token_id": 318,
-        "eos_token_id": 319,
     }
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    write_plain(folder, COMMON | config, tensors)
 
 
 def absorbed(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> tuple[list[int], list[bool]]:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.engines.folders import write_known
 from weightsync.embedded.config import ModelConfig, eagle3_config, resolve_config
-from weightsync.embedded.known import known_argmax, known_next, write_hf_folder
+from weightsync.embedded.known import known_argmax, known_next
 from weightsync.sources.state_dict import StateDictSource
 
 PROMPT = [3, 4, 5]
@@ -66,8 +66,8 @@ def write_folders(folder: Path, draft: str, version: int) -> list[str]:
     options = ["--model-path", str(folder / "target"), "--speculative-num-steps", "1"]
     options += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "2"]
     if draft == "standalone":
-        _write(folder / "target", target, tensors["target"])
-        _write(folder / "draft", _small(target), tensors["draft"])
+        write_known(folder / "target", target, tensors["target"])
+        write_known(folder / "draft", _small(target), tensors["draft"])
         return [
             *options,
             "--speculative-algorithm",
@@ -81,10 +81,10 @@ def write_folders(folder: Path, draft: str, version: int) -> list[str]:
         options += ["--speculative-token-map", str(folder / "hot.pt")]
     if draft in ("mtp", "token-map"):
         # Transformers has no configuration class for MiMo, which is Qwen2 with an MTP layer.
-        _write(folder / "target", target, tensors["target"] | tensors["draft"], model_type="qwen2")
+        write_known(folder / "target", target, tensors["target"] | tensors["draft"], model_type="qwen2")
         return [*options, "--speculative-algorithm", "NEXTN"]
-    _write(folder / "target", target, tensors["target"])
-    _write(
+    write_known(folder / "target", target, tensors["target"])
+    write_known(
         folder / "draft",
         eagle3_config(target),
         tensors["draft"],
@@ -93,12 +93,6 @@ def write_folders(folder: Path, draft: str, version: int) -> list[str]:
         eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": True},
     )
     return [*options, "--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(folder / "draft")]
-
-
-def _write(folder: Path, config: ModelConfig, tensors: Mapping[str, torch.Tensor], **changes: object) -> None:
-    write_hf_folder(folder, config, {name: t.clone() for name, t in tensors.items()})
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 class Weights(StateDictSource):

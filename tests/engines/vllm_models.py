@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from pathlib import Path
 
 import torch
 
+from tests.engines.folders import write_known
 from weightsync.embedded.config import ModelConfig, eagle3_config, resolve_config
-from weightsync.embedded.known import known_argmax, known_next, write_hf_folder
+from weightsync.embedded.known import known_argmax, known_next
 from weightsync.sources.state_dict import StateDictSource
 
 PROMPT = [3, 4, 5]
@@ -85,23 +85,18 @@ def write_folders(folder: Path, draft: str, version: int) -> tuple[Path, dict[st
     """Write `version` as vLLM loads it from disk. Returns the target's folder and the speculative config."""
     tensors, target = weights(draft, version), config(draft)
     speculation: dict[str, object] = dict(SPECULATION[draft])
-    inside = draft == "mtp"
     path = folder / "target"
-    write_hf_folder(path, target, tensors["target"] | (tensors["draft"] if inside else {}))
-    if inside:
-        _edit(path, model_type="qwen2")  # vLLM has no configuration class for MiMo
-    elif "draft" in tensors:
+    if draft == "mtp":
+        # vLLM has no configuration class for MiMo.
+        write_known(path, target, tensors["target"] | tensors["draft"], model_type="qwen2")
+        return path, speculation
+    write_known(path, target, tensors["target"])
+    if "draft" in tensors:
         shape = eagle3_config(target) if draft == "eagle3" else dataclasses.replace(target, num_layers=1)
-        write_hf_folder(folder / "draft", shape, tensors["draft"])
         name = "LlamaForCausalLMEagle3" if draft == "eagle3" else "EagleLlamaForCausalLM"
-        _edit(folder / "draft", architectures=[name])
+        write_known(folder / "draft", shape, tensors["draft"], architectures=[name])
         speculation["model"] = str(folder / "draft")
     return path, speculation
-
-
-def _edit(folder: Path, **changes: object) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 class Weights(StateDictSource):
