@@ -38,7 +38,7 @@ ADAPTERS = {
         "weightsync/bench/megatron/",
         "weightsync/sources/megatron.py",
     ),
-    "ray": ("weightsync/actors/",),
+    "ray": ("weightsync/actors/", "weightsync/trainers/verl.py"),
     "sglang": ("weightsync/engines/sglang/",),
     "tensorstore": ("checkpoint/legacy_zarr.py",),
     "transformers": ("converters/semantic/",),

@@ -1,6 +1,6 @@
 """The bench's child processes: started by handle, spoken to in JSON lines over a socket pair, ended by handle.
 
-`harness` and `compare` start trainer ranks and lanes through `Child`; both run `serve` on their side. A child ends when
+`launchers` starts trainer ranks and lanes as `Child`; both run `serve` on their side. A child ends when
 its socket closes, so none outlives a bench that dies. What a child prints goes to a temporary file whose last lines are
 quoted when the child fails; nothing of it reaches the bench's stdout.
 """
@@ -18,17 +18,22 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import PeerLost, TransferTimeout, WeightSyncError
 
-__all__ = ["Child", "ask_all", "serve"]
+if TYPE_CHECKING:
+    from weightsync.bench.launchers import Worker
+
+__all__ = ["Child", "answer_to", "ask_all", "serve"]
 
 _TAIL_LINES = 12
 
 
 class Child:
     """One process running `python -m <module> <fd> <args>`."""
+
+    host = "127.0.0.1"
 
     def __init__(
         self, name: str, module: str, args: Sequence[str] = (), *, env: Mapping[str, str] | None = None
@@ -107,7 +112,7 @@ class Child:
         self._log.close()
 
 
-def ask_all(children: Sequence[Child], message: Mapping[str, Any], deadline_s: float) -> list[dict[str, Any]]:
+def ask_all(children: Sequence[Worker], message: Mapping[str, Any], deadline_s: float) -> list[dict[str, Any]]:
     """Send one command to every child, then collect every answer; order as in `children`."""
     deadline = time.monotonic() + deadline_s
     for child in children:
@@ -119,13 +124,16 @@ def serve(fd: int, handle: Callable[[dict[str, Any]], Mapping[str, Any]]) -> Non
     """Child side: answer commands until the parent closes the socket. Errors are sent back and end the child."""
     with socket.socket(fileno=fd) as sock, sock.makefile("rwb") as stream:
         for line in stream:
-            failed = False
-            try:
-                answer = dict(handle(json.loads(line)))
-            except Exception as e:  # noqa: BLE001  (the parent raises it, with this traceback)
-                failed = True
-                answer = {"error": f"{type(e).__name__}: {e}", "traceback": traceback.format_exc()}
+            answer = answer_to(handle, json.loads(line))
             stream.write(json.dumps(answer).encode() + b"\n")
             stream.flush()
-            if failed:
+            if "error" in answer:
                 return
+
+
+def answer_to(handle: Callable[[dict[str, Any]], Mapping[str, Any]], message: dict[str, Any]) -> dict[str, Any]:
+    """What `handle` returns for one command, or `error` and `traceback`, for whoever asked to raise."""
+    try:
+        return dict(handle(message))
+    except Exception as e:  # noqa: BLE001  (the parent raises it, with this traceback)
+        return {"error": f"{type(e).__name__}: {e}", "traceback": traceback.format_exc()}

@@ -56,6 +56,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace of every process")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture (PNG; needs matplotlib)")
     parser.add_argument(
+        "--launcher", default=default.launcher, metavar="NAME",
+        help="local (processes of this machine) or ray (actors of a Ray cluster) (default: local)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--address", metavar="HOST:PORT", help="of the Ray cluster's head, or auto (default: a cluster for this run)"
+    )
+    parser.add_argument(
+        "--placement", default=default.placement, metavar="HOW",
+        help="of actors: spread (engines on nodes without trainer ranks) or pack (few nodes) (default: spread)",
+    )  # fmt: skip
+    parser.add_argument(
         "--deadline",
         type=float,
         default=default.deadline_s,
@@ -118,6 +129,9 @@ def _config(args: argparse.Namespace) -> BenchConfig:
         warmup=args.warmup,
         compare=args.compare,
         trace=args.trace is not None,
+        launcher=args.launcher,
+        address=args.address,
+        placement=args.placement,
         deadline_s=args.deadline,
     )
 

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from weightsync.bench import limit, peers
-from weightsync.bench.children import Child, ask_all
+from weightsync.bench.children import ask_all
 from weightsync.bench.lanes import LaneConfig, Tokens
+from weightsync.bench.launchers import Launcher, Worker
 from weightsync.bench.stats import Quantiles, quantiles
-from weightsync.errors import WeightSyncError
+from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.manifest import TARGET, TensorSpec
 
 __all__ = ["LaneGroup", "Way"]
@@ -49,6 +50,10 @@ class LaneGroup:
         shared: measure the limit of shared memory instead of that of a broadcast.
         ways: also run today's ways, not the limit alone.
         deadline_s: for each command.
+        launcher: starts the lanes and ends them.
+
+    Raises:
+        ConfigError: shared memory is to be measured, but the lanes are on several machines.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class LaneGroup:
         shared: bool,
         ways: bool = True,
         deadline_s: float = 120.0,
+        launcher: Launcher,
     ) -> None:
         self._deadline_s = deadline_s
         # Bytes are checked by filling them with one value, which no copy of bools would keep.
@@ -72,11 +78,10 @@ class LaneGroup:
         self._seconds: dict[str, list[float]] = {n: [] for n in (*self._limit_names, *self._way_names)}
         self._wire_bytes: dict[str, int] = {}
         self._folder = tempfile.mkdtemp(prefix="weightsync-bench-")
-        self._children: list[Child] = []
+        self._children: list[Worker] = []
         try:
             for rank in range(receivers + 1):
-                name = f"lane receiver {rank - 1}" if rank else "lane sender"
-                self._children.append(Child(name, "weightsync.bench.lanes"))
+                self._children.append(launcher.lane(rank))
             self._join(specs, tp_size=tp_size, backend=backend, shared=shared)
         except BaseException:
             self.close()
@@ -84,11 +89,12 @@ class LaneGroup:
 
     def _join(self, specs: Sequence[TensorSpec], *, tp_size: int, backend: str, shared: bool) -> None:
         size = len(self._children)
-        port = None
+        port, machines = None, set()
         for rank, child in enumerate(self._children):
             config = LaneConfig(
                 rank=rank,
                 size=size,
+                host=child.host,
                 tp_size=tp_size,
                 backend=backend,
                 shared=shared,
@@ -97,7 +103,13 @@ class LaneGroup:
             )
             (answer,) = ask_all([child], {"cmd": "configure", "config": config.to_json()}, self._deadline_s)
             port = answer.get("port", port)
-        joined = self._ask({"cmd": "join", "port": port})
+            machines.add(answer["machine"])
+        if shared and len(machines) > 1:
+            raise ConfigError(
+                "--transport shm: trainer and engines are on several machines: --placement pack, or --transport gloo"
+            )
+        where = {"host": self._children[0].host, "port": port, "one_clock": len(machines) == 1}
+        joined = self._ask({"cmd": "join", **where})
         self.loaded_bytes = [a["loaded_bytes"] for a in joined[1:]]
         """Bytes that the runners of each receiver load."""
         if shared:
@@ -123,7 +135,7 @@ class LaneGroup:
                 if name in self._way_names:
                     self._check(name, value)
                 continue
-            self._seconds[name].append(max(a["end_s"] for a in answers) - answers[0]["start_s"])
+            self._seconds[name].append(max(a["end_s"] - a["start_s"] for a in answers))
             self._wire_bytes[name] = max(a["wire_bytes"] for a in answers[1:])
 
     def _check(self, name: str, value: int) -> None:

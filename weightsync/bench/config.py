@@ -14,6 +14,8 @@ __all__ = ["BenchConfig", "TrainerLayout"]
 
 DRAFTS = ("none", "mtp", "eagle3")
 ENGINES = ("embedded", "vllm", "sglang")
+LAUNCHERS = ("local", "ray")
+PLACEMENTS = ("spread", "pack")
 TRANSPORTS = ("gloo", "shm", "nccl", "ipc")
 
 
@@ -78,6 +80,12 @@ class BenchConfig:
     warmup: int = 1
     compare: bool = False
     trace: bool = False
+    launcher: str = "local"
+    """`local`: processes of this machine; `ray`: actors of a Ray cluster."""
+    address: str | None = None
+    """Of the Ray cluster; None: one of this machine, for this run."""
+    placement: str = "spread"
+    """Of Ray actors. `spread`: engines over the nodes that have no trainer rank; `pack`: all on few nodes."""
     deadline_s: float = 120.0
     """For each phase of a publish, and for each command to a process of the bench."""
 
@@ -110,6 +118,18 @@ class BenchConfig:
         ipc = self.transport == "ipc"
         check(not (ipc and self.trainer.kind == "megatron"), "--transport ipc: everything is on one GPU, one trainer")
         check(not (ipc and self.compare), "--compare: other ways of --transport ipc are not measured")
+        launcher, placement, ray = self.launcher, self.placement, self.launcher == "ray"
+        check(launcher in LAUNCHERS, f"--launcher {launcher!r}: expected one of {', '.join(LAUNCHERS)}")
+        check(placement in PLACEMENTS, f"--placement {placement!r}: expected one of {', '.join(PLACEMENTS)}")
+        check(
+            ray or (self.address is None and placement == "spread"),
+            "--address and --placement are for actors: add --launcher ray",
+        )
+        check(not (ray and ipc), "--transport ipc: Ray gives every actor a GPU of its own: use --launcher local")
+        check(
+            not (ray and self.compare and self.transport == "nccl"),
+            "--compare: Ray gives the other ways no GPU beside the trainer's and the engines': use --launcher local",
+        )
 
     @property
     def engine_ranks(self) -> int:
@@ -124,7 +144,10 @@ class BenchConfig:
         """As `EngineConfig.device`: the trainer's GPU with ipc, the ones after the senders' with nccl."""
         if self.transport == "ipc":
             return ",".join(["cuda:0"] * self.engine_tp)
-        return f"cuda:{self.trainer.pp + engine * self.engine_tp}" if self.transport == "nccl" else "cpu"
+        if self.transport != "nccl":
+            return "cpu"
+        # An actor sees the GPUs that Ray gave it, and no other.
+        return "cuda" if self.launcher == "ray" else f"cuda:{self.trainer.pp + engine * self.engine_tp}"
 
     @property
     def bucket_bytes(self) -> int | None:

@@ -17,6 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from weightsync.errors import ConfigError
 from weightsync.manifest import TensorSpec
 from weightsync.store import HostedStore, host_store
 
-__all__ = ["Lane", "LaneConfig", "Tokens", "main"]
+__all__ = ["Lane", "LaneConfig", "Tokens", "main", "make"]
 
 _START_DELAY_S = 0.005
 """Longer than a small all-reduce takes among processes that share cores."""
@@ -36,10 +37,13 @@ _START_DELAY_S = 0.005
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LaneConfig:
-    """What a lane is told at its start. `rank` 0 sends, the others receive; receiver r is TP rank (r-1) % tp_size."""
+    """What a lane is told at its start. `rank` 0 sends, the others receive; receiver r is TP rank (r-1) % tp_size.
+
+    `host` is the address of the lane's machine, which its broadcasts use."""
 
     rank: int
     size: int
+    host: str
     tp_size: int
     backend: str
     shared: bool
@@ -95,8 +99,9 @@ class Lane:
     `wire_bytes` counts what broadcasts carried, and what a ring was read of, since the caller last set it to 0.
     """
 
-    def __init__(self, config: LaneConfig, store: dist.Store) -> None:
+    def __init__(self, config: LaneConfig, store: dist.Store, *, one_clock: bool) -> None:
         self.config = config
+        self.one_clock = one_clock
         self.specs = config.specs
         self.is_sender = config.rank == 0
         self.wire_bytes = 0
@@ -126,7 +131,11 @@ class Lane:
             options._timeout = timeout
             return dist.ProcessGroupNCCL(prefix, rank, size, options)
         if self.config.backend == "gloo":
-            return dist.ProcessGroupGloo(prefix, rank, size, timeout)
+            gloo: Any = dist.ProcessGroupGloo  # its options are not in torch's stubs
+            options = gloo._Options()
+            options._devices = [gloo.create_device(hostname=self.config.host)]
+            options._timeout = timeout
+            return gloo(prefix, rank, size, options)
         raise ConfigError(f"the limit cannot be measured over backend {self.config.backend!r}: gloo or nccl expected")
 
     # -- what variants are made of -------------------------------------------------------------------------------
@@ -143,7 +152,13 @@ class Lane:
         self._group.allreduce([self._one]).wait()
 
     def start_together(self) -> float:
-        """Return on all lanes at one moment (returned, of `time.monotonic()`): a barrier alone lets go one by one."""
+        """Return on all lanes at one moment (returned, of `time.monotonic()`): a barrier alone lets go one by one.
+
+        Lanes of several machines have no common clock: there it is a barrier, and each starts when it is let go.
+        """
+        if not self.one_clock:
+            self.ack()
+            return time.monotonic()
         moment = torch.tensor([time.monotonic() + _START_DELAY_S], dtype=torch.float64, device=self.device)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
@@ -256,17 +271,20 @@ class _Server:
     def do_configure(self, config: dict[str, Any]) -> dict[str, Any]:
         self.config = LaneConfig.from_json(config)
         torch.set_num_threads(1)
+        # The kernel that runs it: its monotonic clock is that of every lane with the same one.
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         if self.config.rank:
-            return {}
-        self.hosted = host_store()
-        return {"port": self.hosted.port}
+            return {"machine": machine}
+        self.hosted = host_store(self.config.host)
+        return {"port": self.hosted.port, "machine": machine}
 
-    def do_join(self, port: int) -> dict[str, Any]:
+    def do_join(self, host: str, port: int, one_clock: bool) -> dict[str, Any]:
+        """`host` and `port`: of the sender's store; `one_clock`: all lanes are on one machine."""
         assert self.config is not None
         timeout = datetime.timedelta(seconds=self.config.deadline_s)
         # A plain client: the rendezvous of a process group waits longer than `connect_store` lets an answer take.
-        store = dist.TCPStore("127.0.0.1", port, None, False, timeout, wait_for_workers=False)
-        self.lane = Lane(self.config, store)
+        store = dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
+        self.lane = Lane(self.config, store, one_clock=one_clock)
         self.lane.ack()
         loaded = self.lane.destinations.nbytes if self.lane.destinations else 0
         if self.config.shared and self.lane.is_sender:
@@ -306,11 +324,16 @@ class _Server:
         lane.synchronize()
         return {"start_s": start, "end_s": time.monotonic(), "wire_bytes": lane.wire_bytes}
 
+    def close(self) -> None:
+        """Nothing of a lane outlives its process."""
+
+
+make = _Server
+
 
 def main() -> None:
     """`python -m weightsync.bench.lanes FD`: serve on an inherited socket until it closes."""
-    server = _Server()
-    serve(int(sys.argv[1]), server)
+    serve(int(sys.argv[1]), make())
 
 
 if __name__ == "__main__":

@@ -41,6 +41,8 @@ class Measured:
     acceptance_after: float | None
     engine_versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Of real engines, by kind."""
+    cluster: Mapping[str, Any] | None = None
+    """Where everything ran (`Launcher.describe`); None: on this machine."""
     limit: Limit | None = None
     ways: Sequence[Way] = ()
 
@@ -55,8 +57,9 @@ def build(config: BenchConfig, measured: Measured) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "title": config.title,
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-        # Results are published: no paths of this machine.
-        "config": {k: v for k, v in config.to_json().items() if k != "engine_python"} | {"model": config.model_name},
+        # Results are published: no paths and addresses.
+        "config": {k: v for k, v in config.to_json().items() if k not in ("engine_python", "address")}
+        | {"model": config.model_name},
         "summary": {
             "publish_s": publish.to_json(),
             "limit_s": limit.to_json() if limit else None,
@@ -85,6 +88,7 @@ def build(config: BenchConfig, measured: Measured) -> dict[str, Any]:
         ],
         "versions": describe_versions() | dict(measured.engine_versions),
         "machine": describe_machine(),
+        "cluster": measured.cluster,
     }
 
 
@@ -142,6 +146,9 @@ def table(result: Mapping[str, Any]) -> str:
         f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB, {machine['kernel']}"
         + "".join(f", {d}" for d in machine["cuda_devices"])
     )
+    if (cluster := result["cluster"]) is not None:
+        on = ", ".join(f"{name} on {number}" for name, number in cluster["on_node"].items())
+        lines.append(f"Ray {cluster['ray']}, {len(cluster['nodes'])} nodes: {on}")
     return "\n".join(lines)
 
 

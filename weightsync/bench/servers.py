@@ -57,6 +57,8 @@ class ServerConfig:
     device: str
     """`cpu` or `cuda`."""
     dtype: torch.dtype
+    host: str = "127.0.0.1"
+    """The only address that it listens on, and the one that it receives at."""
     arguments: str = ""
     """More options of the engine's own, as in a shell."""
     log: str
@@ -125,7 +127,7 @@ def _vllm(c: ServerConfig, port: int, key: str) -> list[str]:
         if c.drafter is not None:
             speculation["model"] = str(c.drafter)
     return [
-        "vllm.entrypoints.openai.api_server", "--model", str(c.folder), "--host", "127.0.0.1", "--port", str(port),
+        "vllm.entrypoints.openai.api_server", "--model", str(c.folder), "--host", c.host, "--port", str(port),
         "--served-model-name", "m", "--api-key", key, "--middleware", "weightsync.engines.vllm.server.Fence",
         "--weight-transfer-config", '{"backend": "weightsync"}', "--tensor-parallel-size", str(c.tp),
         "--skip-tokenizer-init", "--dtype", str(c.dtype).removeprefix("torch."), "--max-model-len", "256",
@@ -150,7 +152,7 @@ def _sglang(c: ServerConfig, port: int, key: str) -> list[str]:
         "--max-total-tokens", "2048", "--sleep-on-idle",
     ]  # fmt: skip
     return [
-        "weightsync.engines.sglang.launch", "--model-path", str(c.folder), "--host", "127.0.0.1", "--port", str(port),
+        "weightsync.engines.sglang.launch", "--model-path", str(c.folder), "--host", c.host, "--port", str(port),
         "--api-key", key, "--tp-size", str(c.tp), "--dtype", str(c.dtype).removeprefix("torch."),
         "--skip-tokenizer-init", "--skip-server-warmup", "--context-length", "256", "--max-running-requests", "4",
         "--log-level", "warning", *speculation, *(cpu if c.device == "cpu" else []),
@@ -201,11 +203,12 @@ class ServerHandle:
         # Held but not listened on: nobody else is given the port, and engines, which reuse addresses, get it.
         self._held = socket.socket()
         self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._held.bind(("127.0.0.1", 0))
+        self._held.bind((config.host, 0))
         port = self._held.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = f"http://{config.host}:{port}"
         self.control = control_of(config.kind, self.url, self.api_key, config.name)
         env = {**os.environ, **_ENVIRONMENT, **_ENVIRONMENT_OF.get((config.kind, config.device), {})}
+        env["WEIGHTSYNC_BIND_HOST"] = config.host
         root = str(Path(__file__).resolve().parents[2])
         env["PYTHONPATH"] = os.pathsep.join(p for p in (env.get("PYTHONPATH"), root) if p)
         # Absolute, since it starts elsewhere; not resolved, since the link is what makes it the environment's.

@@ -1,4 +1,5 @@
-"""One trainer rank of the bench: `python -m weightsync.bench.trainer FD`, driven by `harness` over the socket FD.
+"""One trainer rank of the bench: `python -m weightsync.bench.trainer FD`, driven by `harness` over the socket FD, or an
+actor (`weightsync.bench.actors`).
 
 Commands, the same on every rank and in this order: `configure` and `join` (the trainer's own process group), `load`
 (the weights and their source), `connect` (the publisher), then `step` and `publish` per version.
@@ -19,12 +20,13 @@ from weightsync.bench import weights
 from weightsync.bench.children import serve
 from weightsync.bench.config import BenchConfig
 from weightsync.bench.servers import control_of
+from weightsync.engine.base import EngineControl
 from weightsync.publisher import PublishConfig, Publisher
 from weightsync.sources.base import Source
 from weightsync.sources.state_dict import StateDictSource
 from weightsync.store import HostedStore, host_store
 
-__all__ = ["TrainerRank", "main"]
+__all__ = ["TrainerRank", "main", "make"]
 
 
 class TrainerRank:
@@ -32,6 +34,7 @@ class TrainerRank:
 
     def __init__(self) -> None:
         self.rank = 0
+        self.host = "127.0.0.1"
         self.config = BenchConfig()
         self.hosted: HostedStore | None = None
         self.source: Source | None = None
@@ -42,20 +45,22 @@ class TrainerRank:
         command = message.pop("cmd")
         return _COMMANDS[command](self, **message)
 
-    def do_configure(self, rank: int, config: dict[str, Any]) -> dict[str, Any]:
+    def do_configure(self, rank: int, config: dict[str, Any], host: str) -> dict[str, Any]:
+        """`host`: the address of this rank's machine, the only one that it listens on."""
         torch.set_num_threads(1)
-        self.rank = rank
+        self.rank, self.host = rank, host
         self.config = BenchConfig.from_json(config)
         if rank or self.config.trainer.world_size == 1:
             return {}
-        self.hosted = host_store()
+        self.hosted = host_store(host)
         return {"port": self.hosted.port}
 
-    def do_join(self, port: int | None) -> dict[str, Any]:
+    def do_join(self, host: str, port: int | None) -> dict[str, Any]:
+        """`host` and `port`: of rank 0's store."""
         if port is None:
             return {}
         timeout = datetime.timedelta(seconds=self.config.deadline_s)
-        store = dist.TCPStore("127.0.0.1", port, None, False, timeout, wait_for_workers=False)
+        store = dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
         size = self.config.trainer.world_size
         dist.init_process_group(
             "gloo", store=dist.PrefixStore("trainer", store), rank=self.rank, world_size=size, timeout=timeout
@@ -89,21 +94,29 @@ class TrainerRank:
         self.tensors = load_tensors(chunks, hf_config, tensors)
         self.source = MegatronSource(chunks, hf_config)
 
-    def do_connect(self, engines: Sequence[Mapping[str, str]]) -> dict[str, Any]:
-        """`engines`: url, api_key and name of each."""
+    def do_connect(self, engines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """`engines`: name of each, and its url and api_key, or its actor."""
         assert self.source is not None
         self.publisher = Publisher(
             self.source,
-            [control_of(self.config.engine, e["url"], e["api_key"], e["name"]) for e in engines],
+            [self._control(**e) for e in engines],
             PublishConfig(
                 transport=self.config.transport,
                 bucket_bytes=self.config.bucket_bytes,
                 num_buffers=self.config.buffers,
                 deadline_s=self.config.deadline_s,
                 trace=self.config.trace,
+                bind_host=self.host,
             ),
         )
         return {}
+
+    def _control(self, name: str, url: str = "", api_key: str = "", actor: Any = None) -> EngineControl:
+        if actor is None:
+            return control_of(self.config.engine, url, api_key, name)
+        from weightsync.actors import RayControl
+
+        return RayControl(actor, name=name)
 
     def do_step(self, version: int) -> dict[str, Any]:
         """What stands for a training step: other bytes than before. Weights of a folder stay as they are."""
@@ -136,9 +149,12 @@ _COMMANDS: Mapping[str, Callable[..., dict[str, Any]]] = {
 }
 
 
+make = TrainerRank
+
+
 def main() -> None:
     """Serve on an inherited socket until it closes."""
-    rank = TrainerRank()
+    rank = make()
     try:
         serve(int(sys.argv[1]), rank)
     finally:

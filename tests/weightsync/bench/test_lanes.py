@@ -7,7 +7,9 @@ import torch
 
 from weightsync.bench import limit, peers
 from weightsync.bench.compare import LaneGroup
+from weightsync.bench.config import BenchConfig
 from weightsync.bench.destinations import Destinations, shards
+from weightsync.bench.launchers import LocalLauncher
 from weightsync.bench.stats import quantiles
 from weightsync.embedded.config import SHAPES, eagle3_config
 from weightsync.embedded.loading import checkpoint_shapes
@@ -106,7 +108,9 @@ def test_every_way_moves_every_byte_to_sharded_receivers_and_counts_them():
     specs = specs_of()
     unique = sum(s.nbytes for s in specs)
     draft = sum(s.nbytes for s in peers.draft_subset(specs))
-    group = LaneGroup(specs, receivers=2, tp_size=2, backend="gloo", shared=True, deadline_s=60)
+    group = LaneGroup(
+        specs, receivers=2, tp_size=2, backend="gloo", shared=True, deadline_s=60, launcher=LocalLauncher(BenchConfig())
+    )
     try:
         assert sum(group.loaded_bytes) > unique  # norms are replicated
         group.round(warmup=True)  # raises if a way leaves a byte unwritten
