@@ -153,6 +153,9 @@ class Store:
             raise ConfigError(f"store address {address!r}: expected host:port")
         self.address, self._prefix, self.reply_timeout_s = address, prefix, reply_timeout_s
         self._host, self._port = host, int(port)
+        self._hint = ""
+        if self._host.startswith("127.") or self._host in ("localhost", "::1"):
+            self._hint = f"; {self._host} is each host's own: for ranks on other hosts give rank 0's one bind_host"
         self._lost: str | None = None
         self._requests: _Requests = queue.SimpleQueue()
         self._links: list[_Link] = []
@@ -223,7 +226,7 @@ class Store:
             first_line = str(value).split("\n", 1)[0]
             self._lost = self._lost or (
                 f"the coordinator's store at {self.address} is gone while {doing} ({first_line}): its host (the "
-                "trainer of rank 0, unless another was given) exited or closed its Checkpointer"
+                f"trainer of rank 0, unless another was given) exited or closed its Checkpointer{self._hint}"
             )
             requests.put(None)
             raise StoreLost(self._lost) from value

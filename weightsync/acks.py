@@ -154,7 +154,7 @@ class AckBoard:
             if age is not None and age > self._heartbeat_s:
                 return (
                     f"engine {m.name} rank {r}{m.place}: {phase}: no heartbeat for {age:.1f} s: the process is "
-                    "stopped, stuck or gone"
+                    "stopped, stuck or gone, or its host out of reach"
                 )
         return None
 

@@ -57,6 +57,9 @@ _SLACK_S = 1.0
 """How much later than its deadline a call may end: the least time an answer is given, so that a loaded host that
 answers the last question of a wait a little late does not lose the connection."""
 
+_OWN_S = 60.0
+"""How long a store that was just started may take to answer its own process: it has to start a thread first."""
+
 _connecting = threading.Lock()
 """One connect at a time, so that the socket that appears meanwhile is ours."""
 
@@ -153,14 +156,21 @@ def host_store(
             f"({failures[-1]}); widen port_range or correct bind_host"
         ) from failures[-1]
     port = listener.getsockname()[1]
-    store = _ClientStore(
-        host_name=bind_host or "127.0.0.1",
-        port=port,
-        is_master=True,
-        timeout=datetime.timedelta(seconds=REPLY_TIMEOUT_S),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    try:
+        store = _ClientStore(
+            host_name=bind_host or "127.0.0.1",
+            port=port,
+            is_master=True,
+            timeout=datetime.timedelta(seconds=_OWN_S),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+    except (dist.DistError, RuntimeError) as e:
+        raise TransportError(
+            f"the coordinator store listens on {bind_host}:{port}, but does not answer its own process: "
+            f"{_first_line(e)}; does a firewall of this host drop what it sends to itself?"
+        ) from e
+    store.set_timeout(datetime.timedelta(seconds=REPLY_TIMEOUT_S))
     host = advertise_host if advertise_host is not None else bind_host
     store.weightsync_address = f"{host}:{port}"
     return HostedStore(host=host, port=port, _store=store)

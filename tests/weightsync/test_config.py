@@ -24,6 +24,8 @@ from weightsync.config import PublishConfig
         ({"run_id": "a/b"}, "contains '/'"),
         ({"port_range": (5, 4)}, "port_range"),
         ({"port_range": (0, 70000)}, "port_range"),
+        ({"bind_host": "0.0.0.0"}, "bind_host '0.0.0.0' means every address; say with advertise_host"),
+        ({"bind_host": "::", "advertise_host": "0.0.0.0"}, "say with advertise_host"),
     ],
 )
 def test_bad_values_are_named(values: dict[str, object], says: str) -> None:
