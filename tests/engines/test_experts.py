@@ -1,7 +1,8 @@
-"""Megatron-Core ranks with expert parallelism publish a GLM-4.5 shaped model with its MTP layer to real engines.
+"""Megatron-Core ranks with expert parallelism publish models like GLM-4.5 and DeepSeek-V3, with MTP, to real engines.
 
-Experts, shared experts, the router's fp32 correction and the MTP layer's own experts arrive in the engines' fused
-layouts: after a publish every parameter of target and draft is the one that the engine had fresh from the folder.
+Latent attention, experts, shared experts, the router's fp32 correction and the MTP layer's own experts arrive in the
+engines' fused layouts: after a publish every parameter of target and draft is the one that the engine had fresh from
+the folder.
 """
 
 from __future__ import annotations
@@ -19,22 +20,41 @@ from tests.support import spawn_ranks
 
 pytestmark = [pytest.mark.engine, pytest.mark.multiproc, pytest.mark.timeout(400)]
 
-CONFIG = {
-    "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "num_nextn_predict_layers": 1,
-    "use_qk_norm": True, "attention_bias": True,
-}  # fmt: skip
-# vLLM's attention on the CPU has no heads below 32.
+# vLLM's attention on the CPU has no heads below 32, and its latent attention these sizes only.
 SIZES = {
-    "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 128,
+    "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 128,
     "max_position_embeddings": 512, "moe_intermediate_size": 32,
+}  # fmt: skip
+CONFIGS = {
+    "glm4_moe": {
+        **tiny_config(
+            {
+                "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "num_nextn_predict_layers": 1,
+                "use_qk_norm": True, "attention_bias": True,
+            },
+            **SIZES,
+        ),
+        "head_dim": 32,
+    },
+    "deepseek_v3": {
+        **tiny_config(
+            {
+                "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
+                "num_nextn_predict_layers": 1,
+            },
+            **SIZES,
+        ),
+        "q_lora_rank": 48, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64,
+        "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+    },
 }  # fmt: skip
 LAYOUTS = {"ep2": {"ep": 2}, "tp2ep2etp1": {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}}
 
 
-def write_folder(folder: Path, version: int, dtype: torch.dtype) -> Path:
+def write_folder(folder: Path, family: str, version: int, dtype: torch.dtype) -> Path:
     path = folder / f"v{version}"
     if not path.exists():
-        write_tiny_folder(tiny_config(CONFIG, **SIZES), path, dtype=dtype, seed=version)
+        write_tiny_folder(CONFIGS[family], path, dtype=dtype, seed=version)
     return path
 
 
@@ -42,11 +62,13 @@ class Vllm(vllm_server.Server):
     dtype = torch.bfloat16
     kind = "vllm"
 
-    def __init__(self, folder):
+    def __init__(self, folder, family):
+        self.family, self.block_size = family, 16 if family == "deepseek_v3" else 32
         super().__init__(folder, "mtp")
 
     def folders(self, version):
-        return write_folder(self.folder, version, self.dtype), {"method": "mtp", "num_speculative_tokens": 1}
+        folder = write_folder(self.folder, self.family, version, self.dtype)
+        return folder, {"method": "mtp", "num_speculative_tokens": 1}
 
     def tokens(self):
         return self.generate()[0]
@@ -60,9 +82,10 @@ class Sglang(sglang_server.Server):
     dtype = torch.float32
     kind = "sglang"
 
-    def __init__(self, folder):
+    def __init__(self, folder, family):
         options = ["--speculative-algorithm", "NEXTN", "--speculative-num-steps", "1", "--speculative-eagle-topk", "1"]
-        options += ["--speculative-num-draft-tokens", "2", "--model-path", str(write_folder(folder, 1, self.dtype))]
+        options += ["--speculative-num-draft-tokens", "2"]
+        options += ["--model-path", str(write_folder(folder, family, 1, self.dtype))]
         super().__init__(folder, "0.5.23", "mtp", options=options)
         self.wait()
 
@@ -100,14 +123,14 @@ def publish(rank, world_size, kind, url, folder, layout, version):
         return (report.outcome, report.engines[0].bytes_received, report.wire_bytes) if rank == 0 else None
 
 
-@pytest.mark.parametrize("start", [Vllm, Sglang])
-def test_experts_of_all_ranks_become_what_a_fresh_engine_has(start, tmp_path):
-    server = start(tmp_path)
+@pytest.mark.parametrize(("family", "start"), [("glm4_moe", Vllm), ("deepseek_v3", Vllm), ("glm4_moe", Sglang)])
+def test_experts_of_all_ranks_become_what_a_fresh_engine_has(family, start, tmp_path):
+    server = start(tmp_path, family)
     try:
         fresh_tokens, fresh = server.tokens(), server.held()
         assert {name.rpartition(".")[2] for _, name in fresh} >= {"w13_weight", "w2_weight", "e_score_correction_bias"}
         for version, layout in ((2, "ep2"), (1, "tp2ep2etp1")):
-            folder = str(write_folder(tmp_path, version, server.dtype))
+            folder = str(write_folder(tmp_path, family, version, server.dtype))
             args = (server.kind, server.url, folder, layout, version)
             outcome, received, wire_bytes = spawn_ranks(publish, 2, args=args, gloo=True, deadline_s=100)[0]
             assert (outcome, received) == ("committed", (wire_bytes,))

@@ -59,6 +59,8 @@ def environment(**more: str) -> dict[str, str]:
 class Server:
     """`vllm serve` with our middleware and the model of `draft`, started from disk at `version`."""
 
+    block_size = 32
+
     def __init__(self, folder: Path, draft: str, *, version: int = 1, tp: int = 1, stock: bool = False) -> None:
         """`stock`: nothing of ours is in it but the stand-in for NCCL (`vllm_stock_gloo`)."""
         require_vllm()
@@ -96,7 +98,7 @@ class Server:
             "tests.engines.vllm_stock_gloo.Extension" if self.stock else "tests.engines.vllm_probe.Probe",
             "--skip-tokenizer-init", "--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "512",
             "--max-num-seqs", "4", "--kv-cache-memory-bytes", str(64 << 20), "--enable-prompt-tokens-details",
-            "--enable-prefix-caching", "--block-size", "32",
+            "--enable-prefix-caching", "--block-size", str(self.block_size),
         ]  # fmt: skip
         env = environment(VLLM_SERVER_DEV_MODE="1", WEIGHTSYNC_TEST_FAULTS=str(self.faults))
         with self.log.open("ab") as log:
