@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import verl.workers.engine.megatron.transformer_impl as engine
+from omegaconf import OmegaConf
 from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
 from verl.utils.fs import is_non_local, local_mkdir_safe
 from verl.utils.megatron_utils import get_hf_model_checkpoint_path
@@ -48,7 +49,8 @@ log = logging.getLogger("checkpoint")
 
 WHERE = "checkpoint.mbridge_config.weightsync"
 LOOK_EVERY_S = 0.1
-_OWN = ("root", "shards", "last_step", "keep_every", "bind_host")
+_PLACE = ("bind_host", "advertise_host", "port_range")
+_OWN = ("root", "shards", "last_step", "keep_every", *_PLACE)
 _SAVE = tuple(field.name for field in dataclasses.fields(SaveConfig) if field.name != "retention")
 
 
@@ -58,7 +60,7 @@ class CheckpointManager(MegatronCheckpointManager):  # type: ignore[misc]  # ver
     `checkpoint_config.mbridge_config["weightsync"]` has `root` (verl's `trainer.default_local_dir`), and optionally:
     `shards` (folder of what is committed, for instance on a disk of each node; `root`/shards), `last_step` (the save of
     this step and of later ones is waited for), `keep_every` (steps that retention leaves), `bind_host` (of rank 0's
-    store; the launcher's MASTER_ADDR), and fields of `SaveConfig`.
+    store; the launcher's MASTER_ADDR), `advertise_host`, `port_range`, and fields of `SaveConfig`.
 
     Raises:
         ConfigError: an option that cannot work, or one of verl's that is not served; says which.
@@ -86,6 +88,8 @@ class CheckpointManager(MegatronCheckpointManager):  # type: ignore[misc]  # ver
             world_size=self.world_size,
             config=config,
             bind_host=options.get("bind_host") or os.environ.get("MASTER_ADDR", "127.0.0.1"),
+            advertise_host=options.get("advertise_host"),
+            port_range=tuple(options["port_range"]) if options.get("port_range") else None,
         )
         self._follower: threading.Thread | None = None
         self._trouble: Exception | None = None
@@ -99,6 +103,8 @@ class CheckpointManager(MegatronCheckpointManager):  # type: ignore[misc]  # ver
 
     def _options(self) -> Mapping[str, Any]:
         given = (getattr(self.checkpoint_config, "mbridge_config", None) or {}).get("weightsync")
+        if OmegaConf.is_config(given):
+            given = OmegaConf.to_container(given, resolve=True)
         if not given or not given.get("root"):
             raise ConfigError(
                 f"{WHERE}.root is missing: model.external_lib has verl's checkpoints saved by `checkpoint`, which has "

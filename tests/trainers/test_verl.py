@@ -31,10 +31,13 @@ PYTHON = ROOT / ".venv-verl" / "bin" / "python"
 class Verl:
     """A driver with two trainer workers and one rollout worker."""
 
-    def __init__(self, engines: list[dict[str, str]], *, key: str, log: Path) -> None:
+    def __init__(
+        self, engines: list[dict[str, str]] | str, *, key: str, log: Path, url: str = "", **options: str
+    ) -> None:
         if not PYTHON.exists():
             pytest.fail(f"{PYTHON.relative_to(ROOT)} is missing: run `make verl`")
-        job = {"engines": engines, "actors": 2, "rollouts": 1, "options": {"deadline_s": 60}}
+        options = {"deadline_s": 60, **options}
+        job = {"engines": engines, "url": url, "actors": 2, "rollouts": 1, "options": options}
         env = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -57,8 +60,8 @@ class Verl:
             pytest.fail(f"verl's driver said nothing:\n{self._log.read_text(errors='replace')[-4000:]}")
         return json.loads(line)
 
-    def sync(self, folder: Path, version: int) -> dict[str, Any]:
-        self._process.stdin.write(json.dumps({"folder": str(folder), "version": version}).encode() + b"\n")
+    def sync(self, folder: Path, version: int, **more: str) -> dict[str, Any]:
+        self._process.stdin.write(json.dumps({"folder": str(folder), "version": version, **more}).encode() + b"\n")
         self._process.stdin.flush()
         return self._read()
 
@@ -95,10 +98,15 @@ def test_versions_reach_target_and_draft_and_a_failure_is_an_error_of_verl(
     other = tmp_path / "other"
     other.mkdir()
     save_file({"model.norm.weight": torch.zeros(3)}, other / "model.safetensors")
-    verl = Verl([{"url": engine.url, "api_key_env": "TEST_KEY"}], key=engine.api_key, log=tmp_path / "verl.log")
+    # As if verl had started the engine: its address is asked of the server's actor, which is told each version.
+    verl = Verl(
+        "replicas", url=engine.url, api_key_env="TEST_KEY", key=engine.api_key, log=tmp_path / "verl.log"
+    )  # fmt: skip
     try:
         for version, folder in enumerate(folders, 1):
-            metrics = verl.sync(folder, version)["metrics"]
+            reply = verl.sync(folder, version)
+            assert reply["told"] == version
+            metrics = reply["metrics"]
             assert metrics["weightsync/version"] == version
             assert metrics["weightsync/payload_bytes"] == nbytes
             assert engine.generate([[1, 2, 3]], max_tokens=16)["acceptance"] == 1.0
@@ -108,6 +116,12 @@ def test_versions_reach_target_and_draft_and_a_failure_is_an_error_of_verl(
             engine.generate([[1, 2, 3]])
         assert "metrics" in verl.sync(folders[0], 4)
         assert engine.status()["versions"] == {"target": 4, "draft[0]": 4}
+        # A replica that was replaced: the next synchronisation asks for addresses again.
+        config = EngineConfig(model="tiny", draft="mtp", api_key=engine.api_key, log=str(tmp_path / "other-engine"))
+        with launch(config) as new:
+            assert "metrics" in verl.sync(folders[1], 5, url=new.url)
+            assert new.generate([[1, 2, 3]], max_tokens=16)["acceptance"] == 1.0
+            assert new.status()["versions"] == {"target": 5, "draft[0]": 5}
     finally:
         verl.close()
 

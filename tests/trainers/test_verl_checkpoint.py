@@ -17,16 +17,15 @@ from tests.support.ranks import ROOT
 if TYPE_CHECKING:
     from pathlib import Path
 
-PYTHON = ROOT / ".venv-verl" / "bin" / "python"
 
-
-def run(code: str, *args: str, deadline_s: float) -> str:
-    """The last line that a program in verl's environment printed."""
-    if not PYTHON.exists():
-        pytest.fail(f"{PYTHON.relative_to(ROOT)} is missing: run `make verl`")
+def run(code: str, *args: str, deadline_s: float, where: str = "verl") -> str:
+    """The last line that a program in an environment, verl's, printed."""
+    python = ROOT / f".venv-{where}" / "bin" / "python"
+    if not python.exists():
+        pytest.fail(f"{python.relative_to(ROOT)} is missing: run `make {where}`")
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [str(PYTHON), "-c", code, *args], env=env, capture_output=True, text=True, timeout=deadline_s, check=False
+        [str(python), "-c", code, *args], env=env, capture_output=True, text=True, timeout=deadline_s, check=False
     )
     assert done.returncode == 0, done.stderr[-6000:]
     return done.stdout.splitlines()[-1]
@@ -85,6 +84,48 @@ def test_two_ranks_save_and_resume_through_verl_and_verls_own_manager_reads_the_
     assert sorted(manifest["contents"]) == ["lr_scheduler", "model", "optimizer", "rng_state", "transformer_config"]
     assert {"config.json", "model.safetensors"} <= set(zero["hf files"])
     assert zero["hf parts"] == ["extra/dist_ckpt", "optimizer/dist_ckpt"]
+
+
+# As verl's server parses what it starts vLLM with.
+PARSE = """
+import json, sys
+from vllm.entrypoints.cli import serve
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+subparsers = parser.add_subparsers(required=False, dest="subparser")
+for command in serve.cmd_init():
+    command.subparser_init(subparsers)
+args = parser.parse_args(["serve", "model", *sys.argv[1:]])
+print(json.dumps([args.middleware, args.weight_transfer_config.backend]))
+"""
+
+
+@pytest.mark.multiproc
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_verl_and_vllm_read_the_example_config_as_it_is_meant(tmp_path: Path) -> None:
+    code = "from tests.trainers.verl_config import main; main()"
+    found = json.loads(run(code, str(tmp_path / "model"), str(tmp_path / "run"), deadline_s=90))
+    assert found["manager"] == "checkpoint.trainers.verl"  # imported by verl, since its config says so
+    assert found["shards"] == found["async"] == [True, True]
+    assert found["options"] == [{"root": str(tmp_path / "run"), "last_step": 1000, "deadline_s": 600}] * 2
+    assert found["adapter"] == "weightsync.trainers.verl"
+    assert found["server"] == [None, "vllm_server_3_0"]
+    # verl starts its servers with what vLLM's own parser takes for our engine and our fence.
+    parsed = json.loads(run(PARSE, *found["arguments"], deadline_s=80, where="vllm"))
+    assert parsed == [["weightsync.engines.vllm.server.Fence"], "weightsync"]
+    hints = (
+        "free_cache_engine=True",
+        "hybrid_engine=True",
+        "'replica': list the servers",
+        "[]: list the servers",
+        "with each of `engines`",
+        "rollout.name is none of",
+        "VLLM_API_KEY is not set",
+    )
+    for text, hint in zip(found["refused"], hints, strict=True):
+        assert text.startswith("ConfigError")
+        assert hint in text
 
 
 @pytest.fixture

@@ -4,8 +4,9 @@ Real: verl's CheckpointEngineManager, worker groups, Ray actors, `ActorRolloutRe
 `CheckpointEngineWorker`, registry, config classes. Replaced, since verl has none that runs on a CPU: the training
 engine (it exports the tensors of a folder) and the replicas (their engines run already, outside of verl).
 
-JOB is JSON: `engines` and further `engine_kwargs`, `actors`, `rollouts`. Each line of stdin is a JSON
-`{"folder": ..., "version": ...}` to synchronise, each line of stdout what came of it.
+JOB is JSON: `engines` (or "replicas", and the `url` of one) and further `engine_kwargs`, `actors`, `rollouts`. Each
+line of stdin is a JSON `{"folder": ..., "version": ...}` to synchronise (with a `url`: to a replica that is elsewhere
+now), each line of stdout what came of it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.parse import urlsplit
 
 import ray
 import torch.distributed as dist
@@ -67,8 +69,27 @@ class Trainer(ActorRolloutRefWorker):
         self.actor.engine.path = path
 
 
+class Server:
+    """What verl's server actors answer, for an engine that runs already."""
+
+    def __init__(self, url):
+        self.url, self.steps = urlsplit(url), None
+
+    def move(self, url):
+        self.url = urlsplit(url)
+
+    def get_server_address(self):
+        return self.url.hostname, self.url.port
+
+    def set_global_steps(self, steps):
+        self.steps = steps
+
+    def get_global_steps(self):
+        return self.steps
+
+
 class Replica:
-    """A replica whose server is not verl's: nothing to pause, publishing does that."""
+    """A replica whose server verl did not start: nothing to pause, publishing does that."""
 
     def __init__(self, workers):
         self.workers = workers
@@ -98,6 +119,8 @@ def main():
     )
     try:
         kwargs = {"engines": job["engines"], **job.get("options", {})}
+        own = job["engines"] == "replicas"  # then addressed as verl addresses the servers that it starts
+        server = ray.remote(Server).options(name="vllm_server_0_0").remote(job["url"]) if own else None
         settings = {
             "backend": ours.BACKEND,
             "custom_backend_module": "weightsync.trainers.verl",
@@ -107,10 +130,19 @@ def main():
         config = OmegaConf.create(
             {"actor": {"strategy": "fsdp", "profiler": {}}, "rollout": {"checkpoint_engine": settings}}
         )
-        rollout_config = RolloutConfig(name=ours.BACKEND, checkpoint_engine=CheckpointEngineConfig(**settings))
+        rollout_config = RolloutConfig(
+            name="vllm" if own else ours.BACKEND,
+            free_cache_engine=not own,
+            checkpoint_engine=CheckpointEngineConfig(**settings),
+        )
         trainers = group(Trainer, job["actors"], "trainer", config=config, role="actor")
         rollouts = group(
-            CheckpointEngineWorker, job["rollouts"], "rollout", rollout_config=rollout_config, model_config=None
+            CheckpointEngineWorker,
+            job["rollouts"],
+            "rollout",
+            rollout_config=rollout_config,
+            model_config=None,
+            replica_rank=0,
         )
         trainers.init_model()
         manager = CheckpointEngineManager(rollout_config.checkpoint_engine, trainers, [Replica(rollouts.workers)])
@@ -118,9 +150,12 @@ def main():
         for line in sys.stdin:
             wanted = json.loads(line)
             trainers.use(wanted["folder"])
+            if "url" in wanted:
+                ray.get(server.move.remote(wanted["url"]))
             try:
                 metrics = manager.update_weights(global_steps=wanted["version"])
-                print(json.dumps({"metrics": metrics}), flush=True)
+                steps = ray.get(server.get_global_steps.remote()) if own else None
+                print(json.dumps({"metrics": metrics, "told": steps}), flush=True)
             except Exception as e:  # noqa: BLE001 - the test asserts what it is
                 print(json.dumps({"error": f"{type(e).__name__}: {e}"}), flush=True)
     finally:

@@ -9,6 +9,9 @@ verl imports this module where its config says so, on every worker, and finds th
             weightsync: {engines: [{url: "http://10.0.0.7:8000", api_key_env: ENGINE_KEY}], transport: nccl}
     actor_rollout_ref.rollout.name: weightsync   # engines that verl did not start
 
+or, for the vLLM and SGLang servers that verl starts itself (`rollout.name: vllm`), `engines: replicas`: each rollout
+worker knows the server that it belongs to, the driver asks that one for its address.
+
 Order of calls, by verl's `CheckpointEngineManager.update_weights`, once per synchronisation: `prepare` on every worker,
 `build_topology` in the driver, `init_process_group` on every worker, then `send_weights` on the trainer's and
 `receive_weights` on the rollout's workers at the same time, `finalize` on all. The publisher is built in the first of
@@ -22,10 +25,11 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import json
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
@@ -42,11 +46,16 @@ from weightsync.sources.iterator import IteratorSource
 __all__ = ["BACKEND", "ServerAdapter", "WeightSyncEngine"]
 
 BACKEND = "weightsync"
+REPLICAS = "replicas"
+"""Of `engines`: the servers that verl has started."""
 POLL_S = 0.1
 
 _CONTROLS: Mapping[str, Callable[..., EngineControl]] = {"http": HttpControl, "sglang": SglangControl}
 """By `kind`: the control API of vLLM and of the embedded engine; SGLang's own server with the bridge in it."""
 _ENGINE_KEYS = frozenset({"url", "kind", "name", "api_key_env", "api_key_file"})
+_KEYS = ("api_key_env", "api_key_file")
+_REPLICA_KINDS = {"vllm": "http", "sglang": "sglang"}
+"""Of `rollout.name`, for servers that verl starts itself."""
 
 
 def controls(engines: Sequence[Mapping[str, Any]]) -> list[EngineControl]:
@@ -58,10 +67,10 @@ def controls(engines: Sequence[Mapping[str, Any]]) -> list[EngineControl]:
     Raises:
         ConfigError: none, an unknown field, or no key where one is said to be.
     """
-    if not engines:
+    if not engines or isinstance(engines, str):
         raise errors.ConfigError(
-            "checkpoint_engine.engine_kwargs.weightsync.engines is empty: list the servers, each {url: ..., "
-            "api_key_env: ...}"
+            f"checkpoint_engine.engine_kwargs.weightsync.engines is {engines!r}: list the servers, each {{url: ..., "
+            f"api_key_env: ...}}, or say {REPLICAS!r} for those that verl starts itself"
         )
     found: list[EngineControl] = []
     for number, engine in enumerate(engines):
@@ -75,7 +84,7 @@ def controls(engines: Sequence[Mapping[str, Any]]) -> list[EngineControl]:
     return found
 
 
-def _api_key(engine: Mapping[str, Any], where: str) -> str:
+def _api_key(engine: Mapping[str, Any], where: str) -> str | None:
     if variable := engine.get("api_key_env"):
         if key := os.environ.get(variable):
             return key
@@ -86,7 +95,24 @@ def _api_key(engine: Mapping[str, Any], where: str) -> str:
                 return f.read().strip()
         except OSError as e:
             raise errors.ConfigError(f"{where}: cannot read api_key_file: {e}") from e
+    if engine.get("kind") == "sglang":
+        return None  # verl starts SGLang's server without the part that asks for one
     raise errors.ConfigError(f"{where}: say where the engine's key is: api_key_env, or api_key_file")
+
+
+def _addresses(servers: Sequence[str]) -> dict[str, dict[str, str]]:
+    """What `controls` takes, by name of a server's Ray actor (verl's `<rollout.name>_server_<replica>_<node>`)."""
+    import ray
+
+    found = {}
+    for name in servers:
+        try:
+            host, port = ray.get(ray.get_actor(name).get_server_address.remote())
+        except (ValueError, ray.exceptions.RayError) as e:
+            raise errors.ConfigError(f"verl's server {name} does not tell its address: {e}") from e
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        found[name] = {"url": url, "kind": _REPLICA_KINDS[name.partition("_server_")[0]], "name": name}
+    return found
 
 
 @CheckpointEngineRegistry.register(BACKEND)
@@ -97,7 +123,8 @@ class WeightSyncEngine(CheckpointEngine):  # type: ignore[misc]  # verl is not i
         bucket_size: bytes; verl's `update_weights_bucket_megabytes`. Its default of 2 GiB is an upper bound only: the
             transport's own size is used unless `bucket_bytes` is given.
         is_master: of trainer workers: rank 0.
-        engines: the servers, see `controls`.
+        engines: the servers, see `controls`; or "replicas", for those that verl has started.
+        api_key_env, api_key_file: where the key of verl's servers is.
         **options: fields of `PublishConfig`, for instance `transport`, `bind_host`, `deadline_s`, `pause_mode`.
 
     Raises:
@@ -108,7 +135,9 @@ class WeightSyncEngine(CheckpointEngine):  # type: ignore[misc]  # verl is not i
         self,
         bucket_size: int,
         is_master: bool = False,
-        engines: Sequence[Mapping[str, Any]] = (),
+        engines: Sequence[Mapping[str, Any]] | str = (),
+        api_key_env: str | None = None,
+        api_key_file: str | None = None,
         **options: Any,
     ) -> None:
         try:
@@ -120,8 +149,14 @@ class WeightSyncEngine(CheckpointEngine):  # type: ignore[misc]  # verl is not i
                 f"bucket_bytes is {config.bucket_bytes}, but update_weights_bucket_megabytes allows {bucket_size}"
             )
         self._config = config
-        self._controls = controls(engines)
+        # An OmegaConf list is not equal to any string.
+        self._controls = [] if engines == REPLICAS else controls(engines)  # type: ignore[arg-type]
+        key = {name: value for name, value in zip(_KEYS, (api_key_env, api_key_file), strict=True) if value}
+        if key and engines != REPLICAS:
+            raise errors.ConfigError(f"{sorted(key)}: say it with each of `engines`, unless these are {REPLICAS!r}")
+        self._key = key if engines == REPLICAS else None
         self._is_master = is_master
+        self._servers: list[dict[str, Any]] = []
         self._source: IteratorSource | None = None
         self._publisher: Publisher | None = None
         self._syncs = 0
@@ -130,29 +165,58 @@ class WeightSyncEngine(CheckpointEngine):  # type: ignore[misc]  # verl is not i
 
     def prepare(self) -> dict[str, Any]:
         """Nothing to allocate; what the driver compares."""
-        return {"engines": [control.name for control in self._controls]}
+        named = REPLICAS if self._key is not None else [control.name for control in self._controls]
+        return {"engines": named, "server": ServerAdapter.server}
 
     @classmethod
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Who is who.
+        """Who is who, and where verl's own servers are.
 
         Raises:
-            ConfigError: workers were given different engines.
+            ConfigError: workers were given different engines; or verl has no servers whose address could be asked for.
         """
-        named = [tuple(m["engines"]) for m in metadata]
-        if len(set(named)) > 1:
-            raise errors.ConfigError(f"workers have different engines in their config: {sorted(set(named))}")
+        named = {json.dumps(m["engines"]) for m in metadata}
+        if len(named) > 1:
+            raise errors.ConfigError(f"workers have different engines in their config: {sorted(named)}")
 
-        def ranks(size: int, role: str) -> dict[str, list[Any]]:
-            return {"role": [role] * size, "rank": list(range(size)), "world_size": [size] * size}
+        def ranks(size: int, role: str, engines: list[Any]) -> dict[str, list[Any]]:
+            return {"role": [role] * size, "rank": list(range(size)), "world_size": [size] * size, "engines": engines}
 
-        return ranks(actor_wg_world_size, "trainer"), ranks(rollout_world_size, "rollout")
+        if metadata[0]["engines"] != REPLICAS:
+            nothing = [None] * max(actor_wg_world_size, rollout_world_size)
+            return (
+                ranks(actor_wg_world_size, "trainer", nothing[:actor_wg_world_size]),
+                ranks(rollout_world_size, "rollout", nothing[:rollout_world_size]),
+            )
+        servers = [m["server"] for m in metadata[actor_wg_world_size:]]
+        if not servers or None in servers:
+            raise errors.ConfigError(
+                f"engines={REPLICAS!r} means servers that verl starts, but rollout.name is none of "
+                f"{sorted(_REPLICA_KINDS)}: list the servers in engine_kwargs.weightsync.engines"
+            )
+        found = _addresses(sorted(set(servers)))
+        return (
+            ranks(actor_wg_world_size, "trainer", [list(found.values())] * actor_wg_world_size),
+            ranks(rollout_world_size, "rollout", [[found[server]] for server in servers]),
+        )
 
-    def init_process_group(self, *, role: str, rank: int, world_size: int) -> None:
-        """On trainer workers, the first time: build the publisher (one broadcast over verl's default process group)."""
+    def init_process_group(
+        self, *, role: str, rank: int, world_size: int, engines: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
+        """On trainer workers, the first time and when replicas came or went: build the publisher.
+
+        That is one broadcast over verl's default process group.
+        """
         self._role, self._rank, self._world_size = role, rank, world_size
+        if engines is not None and [dict(engine) for engine in engines] != self._servers:
+            self._servers = [dict(engine) for engine in engines]
+            self._controls = controls([{**engine, **(self._key or {})} for engine in engines])
+            if self._publisher is not None:
+                atexit.unregister(self._publisher.close)
+                self._publisher.close()
+                self._publisher = None
         if role == "trainer" and self._publisher is None:
             self._source = IteratorSource(is_sender=rank == 0)
             self._publisher = Publisher(
@@ -221,15 +285,34 @@ class WeightSyncEngine(CheckpointEngine):  # type: ignore[misc]  # verl is not i
 
 
 class ServerAdapter(BaseRollout):  # type: ignore[misc]
-    """The rollout of verl's `CheckpointEngineWorker` for engines that run as servers of their own.
+    """The rollout of verl's `CheckpointEngineWorker`: weights reach the engine without this worker.
 
-    Weights reach them without this worker, and what they keep in memory is theirs to manage.
+    With `rollout.name: vllm` or `sglang` the engine is a server that verl started, which is told the version.
+
+    Raises:
+        ConfigError: a setting of verl's under which its servers cannot be published to.
     """
+
+    server: ClassVar[str | None] = None
+    """Name of the Ray actor whose server this process belongs to, if verl started it."""
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any = None, replica_rank: int = 0) -> None:
         super().__init__(config, model_config, device_mesh)
         self.replica_rank = replica_rank
         self.is_leader_rank = True
+        name = self.config.name
+        if name not in _REPLICA_KINDS:
+            return
+        wrong = {
+            "rollout replicas on the trainer's own GPUs (actor_rollout_ref.hybrid_engine=True)": device_mesh
+            is not None,
+            "rollout.free_cache_engine=True (weights are discarded before a publish)": self.config.free_cache_engine,
+            "rollout.disaggregation.enabled=True": self.config.disaggregation.enabled,
+        }
+        if refused := [what for what, found in wrong.items() if found]:
+            raise errors.ConfigError(f"checkpoint_engine.backend={BACKEND} does not serve {'; '.join(refused)}")
+        self.is_leader_rank = int(os.environ.get("RANK", "0")) == 0
+        ServerAdapter.server = f"{name}_server_{replica_rank}_0"
 
     async def resume(self, tags: list[str]) -> None:
         """Nothing was released."""
@@ -238,7 +321,11 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]
         """Nothing is released."""
 
     async def update_weights(
-        self, weights: AsyncGenerator[tuple[str, torch.Tensor], None], wire_format: str = "named_tensors", **_: Any
+        self,
+        weights: AsyncGenerator[tuple[str, torch.Tensor], None],
+        wire_format: str = "named_tensors",
+        global_steps: int | None = None,
+        **_: Any,
     ) -> None:
         """Wait for the engine (see `WeightSyncEngine.receive_weights`).
 
@@ -250,7 +337,14 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]
                 f"tensor {name!r} arrived at a rollout whose engines are published to: set "
                 f"checkpoint_engine.backend={BACKEND}"
             )
+        if self.server is not None and self.is_leader_rank and global_steps is not None:
+            import ray
+
+            # What verl notes at each answer, to know how old a sample is.
+            await ray.get_actor(self.server).set_global_steps.remote(global_steps)
 
 
-# verl has a public way to register replicas, but not yet the rollouts of their workers.
-_ROLLOUT_REGISTRY[(BACKEND, "async")] = f"{ServerAdapter.__module__}.{ServerAdapter.__qualname__}"
+# verl has a public way to register replicas, but not yet the rollouts of their workers. Workers that verl puts beside
+# its servers import this module before they look here; where another backend is configured it is not imported.
+for _name in (BACKEND, *_REPLICA_KINDS):
+    _ROLLOUT_REGISTRY[(_name, "async")] = f"{ServerAdapter.__module__}.{ServerAdapter.__qualname__}"
