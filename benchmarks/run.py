@@ -21,9 +21,13 @@ MATRIX = {
     "shm-3-engines": ["--transport", "shm", "--engines", "3"],
     "gloo-eagle3": ["--transport", "gloo", "--engines", "1", "--draft", "eagle3"],
     "megatron-tp2-pp2": ["--transport", "gloo", "--engines", "1", "--trainer", "tp=2,pp=2"],
+    "launcher-local": ["--launcher", "local"],
+    "launcher-ray": ["--launcher", "ray"],
 }
 BOUNDS = {"gloo-1-engine": 1.35, "gloo-3-engines": 1.35, "shm-1-engine": 1.6, "shm-3-engines": 1.6}
 """Ratio of a publish to its limit that a row must stay under."""
+LAUNCHERS_APART = 1.1
+"""How many times the ratio of `launcher-local` that of `launcher-ray`, measured after it, may be."""
 WAYS = ("per_tensor_broadcast", "flattened_bucket", "two_pass_full", "two_pass_subset", "ring_16mib_x4")
 
 
@@ -68,14 +72,19 @@ def main():
     head = ["row", "GB", "publish s, median / p99", "limit s", "ratio", *(f"{w} x" for w in WAYS), "peak MiB"]
     print("| " + " | ".join([*head, "acceptance before / after"]) + " |")
     print("|" + "---|" * (len(head) + 1))
-    broken = []
+    broken, ratios = [], {}
     for subject in args.only or MATRIX:
         result = measure(subject, args.publishes)
         name = f"{subject}_{hardware_of(result['machine'])}_{result['date']}.json"
         (args.out / name).write_text(json.dumps(result, indent=1) + "\n")
         print(row_of(subject, result), flush=True)
+        ratios[subject] = result["summary"]["ratio_to_limit"]
         if result["summary"]["ratio_to_limit"] > BOUNDS.get(subject, float("inf")):
             broken.append(f"{subject}: {result['summary']['ratio_to_limit']:.2f}x its limit, bound {BOUNDS[subject]}x")
+    if {"launcher-local", "launcher-ray"} <= set(ratios):
+        apart = ratios["launcher-ray"] / ratios["launcher-local"]
+        if apart > LAUNCHERS_APART:
+            broken.append(f"launcher-ray: {apart:.2f}x the ratio of launcher-local, bound {LAUNCHERS_APART}x")
     for line in broken:
         print(f"run: {line}", file=sys.stderr)
     return 1 if broken else 0

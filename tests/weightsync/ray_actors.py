@@ -47,21 +47,21 @@ class Rollout(EngineActor):
 
 
 class Scripted:
-    """An object with the methods of an engine's control: `status` does what its name says."""
+    """An object with the methods of an engine's control: `pause` does what its mode says."""
 
-    def __init__(self, kind):
-        self.kind = kind
+    def pause(self, mode, *, deadline_s):
+        if mode == "slow":
+            time.sleep(deadline_s + 2)
+        if mode == "fenced":
+            raise errors.EngineFenced("holds no complete version", engine="inner", rank=1, phase="receive")
+        if mode == "broken":
+            raise KeyError("world_size")
+        return {"kind": mode}
 
     def status(self, *, deadline_s):
-        if self.kind == "slow":
-            time.sleep(deadline_s + 2)
-        if self.kind == "fenced":
-            raise errors.EngineFenced("holds no complete version", engine="inner", rank=1, phase="receive")
-        if self.kind == "broken":
-            raise KeyError("world_size")
-        return {"kind": self.kind}
+        return {"deadline_s": deadline_s}
 
-    commit = pause = preflight = receive = resume = status
+    commit = preflight = receive = resume = status
 
 
 class NoEngine:

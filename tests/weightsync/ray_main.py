@@ -171,14 +171,13 @@ class Driver:
     def do_control_errors(self):
         """What a control client says of engines that are slow, fenced, broken, no engines, and dead."""
         found = {}
+        actor = self.start(EngineActor, "head", ray_actors.Scripted)
+        control = RayControl(actor, name="e")
+        assert 0 < control.status(deadline_s=GET_S)["deadline_s"] <= GET_S
         for kind in ("slow", "fenced", "broken", "fine"):
-            actor = self.start(EngineActor, "head", ray_actors.Scripted, kind)
-            control = RayControl(actor, name=kind)
-            control._wait("place", actor.weightsync_place.remote(), GET_S)  # not a part of the deadline
-            found[kind] = _outcome(control.status, deadline_s=1.0)
-            ray.kill(actor)
-            if kind == "fine":
-                found["dead"] = self._until(lambda c=control: _dead(c))
+            found[kind] = _outcome(control.pause, kind, deadline_s=1.0)
+        ray.kill(actor)
+        found["dead"] = self._until(lambda: _dead(control))
         for cls, *args in ((ray_actors.NoEngine,), (EngineActor, dict)):
             actor = self.start(cls, "head", *args)
             found[cls.__name__] = _outcome(lambda a=actor: RayControl(a).status(deadline_s=GET_S))
@@ -207,10 +206,10 @@ class Driver:
         return found
 
 
-def _outcome(call, **kwargs):
+def _outcome(call, *args, **kwargs):
     began = time.monotonic()
     try:
-        return {"reply": dict(call(**kwargs))}
+        return {"reply": dict(call(*args, **kwargs))}
     except errors.WeightSyncError as e:
         rank, phase = getattr(e, "rank", None), getattr(e, "phase", None)
         return {"kind": type(e).__name__, "error": str(e), "rank": rank, "phase": phase, "s": time.monotonic() - began}
