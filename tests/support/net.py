@@ -204,6 +204,8 @@ def _wire(spaces: dict[str, _Namespace]) -> None:
         router.run(f"ip -6 addr add fd00:81:{number}::1/64 dev {host}0 nodad")
         router.run(f"ip link set {host}0 up")
         space.run("ip link set lo up")
+        # torch asks for the name of every peer: without a resolver in reach, each connection would take its timeout.
+        space.run("ip rule add priority 5 ipproto udp dport 53 unreachable")
         space.run(f"ip addr add 10.81.{number}.2/24 dev net0")
         space.run("ip link set net0 up")
         space.write("/proc/sys/net/ipv6/conf/net0/keep_addr_on_down", "1")

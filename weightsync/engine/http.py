@@ -12,6 +12,7 @@ import http.server
 import json
 import logging
 import socket
+import socketserver
 import threading
 import traceback
 from collections.abc import Callable, Mapping
@@ -89,6 +90,10 @@ class ControlServer:
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
             # A restarted engine must get its port back while old connections still linger in TIME_WAIT.
             allow_reuse_address = True
+
+            def server_bind(self) -> None:
+                # HTTPServer looks up its own name here: seconds, where no resolver answers, for nothing.
+                socketserver.TCPServer.server_bind(self)
 
             def handle_error(self, request: Any, client_address: Any) -> None:
                 _log.debug("control connection from %s broke", client_address, exc_info=True)
