@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from checkpoint.errors import ConfigError, LoadError
+from checkpoint.retention import Retention
 from checkpoint.trainers.verl_folders import PARTS, RunFolders
 from tests.support.ranks import ROOT
 
@@ -44,6 +45,7 @@ def test_two_ranks_save_and_resume_through_verl_and_verls_own_manager_reads_the_
         assert rank["compared"] > 40
         for what in ("differs", "differs in verl's own", "differs from verl's own", "differs in Hugging Face's format"):
             assert rank[what] == [], what
+        assert "not in model_sharded_state_dict" in rank["verl's own, both at once"]
         assert rank["losses"][0] == rank["losses"][1]
 
         # The save of `last_step` was committed when it returned, the ones before came without a further call.
@@ -109,6 +111,7 @@ def test_verl_and_vllm_read_the_example_config_as_it_is_meant(tmp_path: Path) ->
     assert found["manager"] == "checkpoint.trainers.verl"  # imported by verl, since its config says so
     assert found["shards"] == found["async"] == [True, True]
     assert found["options"] == [{"root": str(tmp_path / "run"), "last_step": 1000, "deadline_s": 600}] * 2
+    assert found["supervised"] == [True, {"root": str(tmp_path / "run")}]
     assert found["adapter"] == "weightsync.trainers.verl"
     assert found["server"] == [None, "vllm_server_3_0"]
     # verl starts its servers with what vLLM's own parser takes for our engine and our fence.
@@ -221,3 +224,17 @@ def test_a_run_that_was_moved_is_found_and_one_elsewhere_is_read_by_its_links(
             folders.step_of(moved / wrong)
     with pytest.raises(LoadError, match="no committed checkpoint"):
         folders.source(tmp_path / "other" / "global_step_10" / "actor")
+
+
+def test_supervised_training_has_no_folder_per_role_and_its_whole_step_goes(folders: RunFolders) -> None:
+    for step in (10, 20):
+        commit(folders, step)
+        path = folders.root / f"global_step_{step}"
+        shutil.rmtree(path)
+        assert folders.step_of(path, step) == step
+        folders.publish(path, step, PARTS, {"saved_by": "checkpoint"}, Retention(keep_last=1))
+        (path / "data_0.pt").write_bytes(b"")
+        assert (path / "model" / "dist_ckpt" / "metadata.json").exists()
+    # Ten's shards are still there: a writer removes them after its word of the commit.
+    assert sorted(p.name for p in folders.root.glob("global_step_*")) == ["global_step_20"]
+    assert folders.settle() == 20

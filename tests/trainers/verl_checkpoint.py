@@ -93,7 +93,8 @@ def manager(cls, trainer, root, *, given=None, save=("model", "optimizer", "extr
         save_lora_only=lora,
         mbridge_config={"weightsync": options} if options else {},
     )
-    megatron = {"dist_ckpt_optim_fully_reshardable": False, "distrib_optim_fully_reshardable_mem_efficient": False}
+    fully = kwargs.pop("fully_reshardable", False)
+    megatron = {"dist_ckpt_optim_fully_reshardable": fully, "distrib_optim_fully_reshardable_mem_efficient": False}
     hf_config = LlamaConfig(**{k: v for k, v in HF.items() if k not in ("architectures", "model_type")})
     return cls(**{
         "config": OmegaConf.create({"model": {"path": "none"}, "megatron": megatron}),
@@ -287,6 +288,12 @@ def life(rank, folder):
     losses = [train(t, 5) for t in (trainer, stock_trainer)]
     found["losses"] = losses
     gold["stock"] = snapshot(stock_trainer)
+    # What the guide says of verl's own manager: it cannot load both at once, of its own files either.
+    whole = manager(Stock, stock_trainer, None, fully_reshardable=True)
+    whole.save_checkpoint(str(folder / "whole" / "global_step_6" / "actor"), None, 6)
+    found["verl's own, both at once"] = error_of(
+        whole.load_checkpoint, str(folder / "whole" / "global_step_6" / "actor")
+    )
     trainer[2].num_steps = 0  # Megatron's schedule counts what it loads on top of what it has
     stock.save_checkpoint(str(folder / "stock" / "global_step_6" / "actor"), None, 6)
     scramble()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import json
-import os
 import sys
 import warnings
 from pathlib import Path
@@ -23,7 +22,7 @@ def error_of(call, *args, **kwargs):
 
 def main():
     warnings.simplefilter("ignore")
-    from hydra import compose, initialize_config_dir
+    from hydra import compose, initialize_config_dir, initialize_config_module
     from omegaconf import OmegaConf
     from transformers import LlamaConfig
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
@@ -49,12 +48,28 @@ def main():
     omega_conf_to_dataclass(parts.model)
     engine = sys.modules["verl.workers.engine.megatron.transformer_impl"]
 
+    # Supervised training has another config, whose checkpoint class has to be told.
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        sft = compose(
+            "sft_trainer_engine",
+            overrides=[
+                "engine=megatron",
+                "optim=megatron",
+                f"trainer.default_local_dir={run}",
+                "checkpoint._target_=verl.workers.config.McoreCheckpointConfig",
+                "+checkpoint.async_save=True",
+                "+checkpoint.mbridge_config.weightsync.root=${trainer.default_local_dir}",
+            ],
+        )
+    supervised = omega_conf_to_dataclass(sft.checkpoint)
+
     print(
         json.dumps(
             {
                 "manager": engine.MegatronCheckpointManager.__module__,
                 "shards": [part.megatron.use_dist_checkpointing for part in (actor, critic)],
                 "options": [options_of(engine, part.checkpoint) for part in (actor, critic)],
+                "supervised": [supervised.async_save, options_of(engine, supervised)],
                 "async": [part.checkpoint.async_save for part in (actor, critic)],
                 **weights(config, rollout),
             }
@@ -84,7 +99,6 @@ def weights(config, rollout):
 
     ours = engine()
     adapter = get_rollout_class(rollout.name, rollout.mode)
-    os.environ["RANK"] = "0"
     alone = ours.prepare()
     adapter(rollout, None, None, replica_rank=3)
     beside = ours.prepare()

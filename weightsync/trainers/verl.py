@@ -32,6 +32,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 from verl.workers.rollout import BaseRollout
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY
@@ -299,7 +300,6 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]
     def __init__(self, config: Any, model_config: Any, device_mesh: Any = None, replica_rank: int = 0) -> None:
         super().__init__(config, model_config, device_mesh)
         self.replica_rank = replica_rank
-        self.is_leader_rank = True
         name = self.config.name
         if name not in _REPLICA_KINDS:
             return
@@ -311,8 +311,12 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]
         }
         if refused := [what for what, found in wrong.items() if found]:
             raise errors.ConfigError(f"checkpoint_engine.backend={BACKEND} does not serve {'; '.join(refused)}")
-        self.is_leader_rank = int(os.environ.get("RANK", "0")) == 0
         ServerAdapter.server = f"{name}_server_{replica_rank}_0"
+
+    @property
+    def is_leader_rank(self) -> bool:
+        """Whether this worker speaks for its replica: verl asks."""
+        return self.server is None or not dist.is_initialized() or dist.get_rank() == 0
 
     async def resume(self, tags: list[str]) -> None:
         """Nothing was released."""
