@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import verl.workers.engine.megatron.transformer_impl as engine
-from omegaconf import OmegaConf
 from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
 from verl.utils.fs import is_non_local, local_mkdir_safe
 from verl.utils.megatron_utils import get_hf_model_checkpoint_path
@@ -103,8 +102,6 @@ class CheckpointManager(MegatronCheckpointManager):  # type: ignore[misc]  # ver
 
     def _options(self) -> Mapping[str, Any]:
         given = (getattr(self.checkpoint_config, "mbridge_config", None) or {}).get("weightsync")
-        if OmegaConf.is_config(given):
-            given = OmegaConf.to_container(given, resolve=True)
         if not given or not given.get("root"):
             raise ConfigError(
                 f"{WHERE}.root is missing: model.external_lib has verl's checkpoints saved by `checkpoint`, which has "
