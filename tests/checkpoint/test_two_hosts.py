@@ -86,7 +86,7 @@ def steps():
     return found, [name for name in os.listdir(root) if name.startswith(".saving")]
 
 
-def load(rank):
+def load(rank, number):
     """The newest checkpoint that is whole on both hosts: its step, and whether this rank's rows are what it saved."""
     c = _kept["c"]
     group = c._group(20)
@@ -97,7 +97,14 @@ def load(rank):
     try:
         keys = {"weight", "exp_avg", f"rng/shard_{rank}_2"}
         chosen, tensors, _ = load_best(
-            group, candidates(c.root), "load/test", (0, 1), read, lambda: keys, lambda _: False, lambda _: False
+            group,
+            candidates(c.root),
+            f"load/test{number}",
+            (0, 1),
+            read,
+            lambda: keys,
+            lambda _: False,
+            lambda _: False,
         )
     finally:
         group.store.close()
@@ -185,7 +192,7 @@ def test_saves_over_two_addresses_are_committed_and_loaded(hosts):
     for step in (1, 2):
         assert [s for s, _, _ in hosts.save(step)] == ["committed"] * 2
     assert hosts.both(steps) == [([1, 2], [])] * 2
-    assert hosts.both(load, [(0,), (1,)]) == [(2, True)] * 2
+    assert hosts.both(load, [(0, 1), (1, 1)]) == [(2, True)] * 2
 
 
 def test_a_link_that_drops_while_ranks_write_aborts_on_both_sides_with_names(hosts):
@@ -250,5 +257,5 @@ def test_a_link_that_is_down_between_saves_costs_the_next_one_only(hosts):
     assert "did not answer" in why_there
     assert max(took_s, took_there_s) < WORST_S
     assert [s for s, _, _ in hosts.save(41)] == ["committed"] * 2
-    assert hosts.both(load, [(0,), (1,)]) == [(41, True)] * 2
+    assert hosts.both(load, [(0, 2), (1, 2)]) == [(41, True)] * 2
     assert settled(hosts, before) is None

@@ -457,10 +457,12 @@ def test_a_slow_link_costs_time_or_a_deadline_that_is_too_short(hosts):
             net.fast("b")
         assert slow["outcome"] == "committed", slow["error"]
         # What fits the bucket of the link and the buffers of the kernel comes at once.
-        assert 1.0 < slow["phases"]["wire"] < slow["took_s"] < 6, (fast, slow)
-        assert late["outcome"] == "aborted", late
+        assert 1.0 < slow["phases"]["wire"] < slow["took_s"] < 20, (fast, slow)
+        # On a busy machine its preflight may already take longer.
+        assert late["outcome"] in ("aborted", "refused"), late
         assert "deadline" in late["error"] or "within" in late["error"], late
-        hosts.b.call(await_fenced, "far", 10)
+        if late["outcome"] == "aborted":
+            hosts.b.call(await_fenced, "far", 10)
         done = hosts.publish(4)
         assert done["outcome"] == "committed", done["error"]
     hosts.serve(4)
