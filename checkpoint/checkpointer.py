@@ -119,9 +119,7 @@ class Checkpointer:
             drains = DrainQueue(self.root, url, self.config.durable_bytes_per_s, self.config.durable_options)
         self._supervisor.watch(drains)
 
-    def _rendezvous(
-        self, store: str | None, place: tuple[str, str | None, tuple[int, int] | None]
-    ) -> tuple[str, str]:
+    def _rendezvous(self, store: str | None, place: tuple[str, str | None, tuple[int, int] | None]) -> tuple[str, str]:
         """(address, run id) of the store."""
         if store is None and self.world_size > 1:
             import torch.distributed as dist

@@ -9,7 +9,8 @@ verl imports this module where its config says so, on every worker, before it bu
         mbridge_config: {weightsync: {root: "${trainer.default_local_dir}"}}    # verl's free-form dict
 
 and its `MegatronEngine` builds the manager of this module. Order of calls, on every worker: the constructor (the only
-use of a process group; it ends what an earlier run left, and corrects verl's tracker before verl reads it),
+use of a process group, but for what verl's own helpers do; it ends what an earlier run left, and corrects verl's
+tracker before verl reads it),
 `load_checkpoint`, then `save_checkpoint` as often as verl likes. State dicts are verl's, but for the distributed
 optimizer's, which is described without being gathered. Weights in Hugging Face's format go through verl's bridge.
 
@@ -28,6 +29,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 import verl.workers.engine.megatron.transformer_impl as engine
 from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
 from verl.utils.fs import is_non_local, local_mkdir_safe
@@ -99,6 +101,8 @@ class CheckpointManager(MegatronCheckpointManager):  # type: ignore[misc]  # ver
             log.warning(
                 "verl's Megatron checkpoints of role %s are saved by `checkpoint` to %s", self.role, self._folders.own
             )
+        # In supervised training every rank reads the tracker for itself.
+        dist.barrier()
 
     def _options(self) -> Mapping[str, Any]:
         given = (getattr(self.checkpoint_config, "mbridge_config", None) or {}).get("weightsync")
@@ -153,8 +157,6 @@ class CheckpointManager(MegatronCheckpointManager):  # type: ignore[misc]  # ver
         self.previous_global_step = step
         local_path = local_mkdir_safe(local_path)
         if self.should_save_hf_model:
-            import torch.distributed as dist
-
             self._save_hf_config_and_tokenizer(local_path)
             dist.barrier()
             self._save_model_as_hf_via_bridge(get_hf_model_checkpoint_path(local_path))

@@ -46,6 +46,8 @@ def test_two_ranks_save_and_resume_through_verl_and_verls_own_manager_reads_the_
         for what in ("differs", "differs in verl's own", "differs from verl's own", "differs in Hugging Face's format"):
             assert rank[what] == [], what
         assert "not in model_sharded_state_dict" in rank["verl's own, both at once"]
+        assert len(rank["first weights"]) > 10
+        assert all(rank["first weights"])
         assert rank["losses"][0] == rank["losses"][1]
 
         # The save of `last_step` was committed when it returned, the ones before came without a further call.

@@ -329,9 +329,16 @@ def life(rank, folder):
 
 def hugging_face(ours, folder):
     """Weights by verl's bridge, as its defaults have it; from another run's folder into a new one."""
+    from verl.utils.model import load_mcore_dist_weights
+
     trainer = make(0, seed=9)
+    load_mcore_dist_weights(trainer[0], str(folder / "converted" / "release"))
+    converted = [parameter.clone() for parameter in trainer[0][0].parameters()]
     bridge = bridge_of(trainer)
+    for parameter in trainer[0][0].parameters():
+        parameter.data.fill_(7.0)
     bridge.load_weights(trainer[0], str(folder / "hf"))
+    same = [torch.equal(a, b) for a, b in zip(converted, trainer[0][0].parameters(), strict=True)]
     trainer[1].reload_model_params()
     train(trainer, 0)
     scramble(3)
@@ -350,6 +357,7 @@ def hugging_face(ours, folder):
     second.load_checkpoint(str(path))
     second.close()
     return {
+        "first weights": same,
         "differs in Hugging Face's format": differs(trainer, gold),
         "hf files": sorted(p.name for p in (path / "model" / "huggingface").iterdir()),
         "hf parts": sorted(str(p.relative_to(path)) for p in path.glob("*/dist_ckpt")),
@@ -370,7 +378,11 @@ def bridge_of(trainer):
 def main():
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    LlamaForCausalLM(LlamaConfig(**HF)).to(torch.bfloat16).save_pretrained(Path(sys.argv[1]) / "hf")
+    from converters.cli import main as ckpt
+
+    folder = Path(sys.argv[1])
+    LlamaForCausalLM(LlamaConfig(**HF)).to(torch.bfloat16).save_pretrained(folder / "hf")
+    assert ckpt(["convert", str(folder / "hf"), str(folder / "converted")]) == 0
     print(json.dumps(spawn_ranks(ranks, 2, args=(sys.argv[1],), gloo=True, deadline_s=110)), flush=True)
 
 
