@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import os
+import re
 import threading
 from typing import Any
 
@@ -78,10 +79,14 @@ def answer(ref: Any, deadline_s: float, place: Place | None) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """The part of Ray's message that tells something: its first line names ids, the others repeat fields."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = [line for line in lines if not line.startswith(("class_name:", "actor_id:", "pid:", "namespace:", "ip:"))]
-    return f"{type(error).__name__}: " + " ".join(telling[:1] + telling[-1:] if len(telling) > 1 else telling)[:500]
+    """What Ray tells: of a constructor that raised, its error; else the first line, and the cause in the last one."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    raised = [i for i, line in enumerate(lines) if re.match(r"[A-Za-z_][\w.]*: ", line)]
+    if "creation task" in lines[0] and raised:
+        text = "its constructor raised " + "\n".join(lines[raised[-1] :])
+    else:
+        text = " ".join(dict.fromkeys([lines[0].strip(), lines[-1].strip()]))
+    return f"{type(error).__name__}: {text[:2000]}"
 
 
 def _node_state(place: Place | None) -> str:
