@@ -23,7 +23,7 @@ from typing import Any
 from checkpoint.config import SaveConfig
 from checkpoint.contents import CONTENTS, Extras, check_contents, section_of, select
 from checkpoint.disk import Need, check_need
-from checkpoint.drain import DrainQueue
+from checkpoint.drain import DrainQueue, refuse_root
 from checkpoint.errors import ConfigError, SaveError, StoreLost, WriterLost
 from checkpoint.events import LoadResult, SaveEvent, SaveHandle
 from checkpoint.format.folder import TorchDistReader
@@ -76,6 +76,10 @@ class Checkpointer:
         self.root = Path(root).absolute()
         self.rank, self.world_size = rank, world_size
         self.config = config or SaveConfig()
+        if self.root.exists() and not self.root.is_dir():
+            raise ConfigError(f"{self.root} is no folder: name one for checkpoints, it may be new")
+        if self.config.durable_url is not None:
+            refuse_root(self.root, self.config.durable_url)
         self._on_event = on_event
         self._hosted: HostedStore | None = None
         self._address, self._run_id = self._rendezvous(store, (bind_host, advertise_host, port_range))

@@ -26,14 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.durable import Durable
-from checkpoint.errors import CheckpointError, DigestError, FormatError
+from checkpoint.errors import CheckpointError, ConfigError, DigestError, FormatError
 from checkpoint.format.files import STEP_BYTES, FileRecord, new_digest, put_file
 from checkpoint.format.index import dump_metadata
 from checkpoint.layout import committed_path, committed_steps
 from checkpoint.process import child_environment
 from checkpoint.seals import CommitRecord, index_from_seals, read_commit
 
-__all__ = ["DrainProcess", "DrainQueue", "DrainReport", "drain", "drained_to", "main"]
+__all__ = ["DrainProcess", "DrainQueue", "DrainReport", "drain", "drained_to", "main", "refuse_root"]
 
 log = logging.getLogger("checkpoint")
 
@@ -90,9 +90,11 @@ def drain(
         bytes_per_s: upper bound of the rate of copying, reading back included; None: none.
 
     Raises:
-        FormatError: the step is not committed here; DigestError: a file differs from its seal, here or there.
+        ConfigError: `url` is no place to copy to. FormatError: the step is not committed here.
+        DigestError: a file differs from its seal, here or there.
         StorageError: from durable storage. OSError: from the local disk.
     """
+    refuse_root(root, url)
     folder = committed_path(root, step)
     try:
         record = read_commit(folder / "commit.json")
@@ -121,6 +123,13 @@ def drain(
         _commit(durable, record, folder)
     put_file(folder / MARK, json.dumps({"url": url, "attempt": record.attempt}).encode())
     return DrainReport(step=step, bytes_copied=nbytes, files_copied=copied, files_there=there, committed=committed)
+
+
+def refuse_root(root: str | Path, url: str) -> None:
+    """Raises ConfigError: `url` is `root` itself. Every step would be found there and pass for durable."""
+    protocol, _, path = url.partition("://")
+    if protocol in ("file", "local") and Path(path).resolve() == Path(root).resolve():
+        raise ConfigError(f"{url} is the root of the checkpoints itself, no copy of it: name another place")
 
 
 def drained_to(folder: str | Path) -> str | None:

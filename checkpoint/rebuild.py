@@ -68,6 +68,9 @@ def rebuild(
     if peers and not (complete and all(own.values())):
         have = ", ".join(f"{place} {len(found)}" for place, found in own.items())
         raise FormatError(f"{_count(seals)} in all ({have}): give the folder of every node")
+    for place in folders:
+        if not own[place] and not any(place.glob("*.distcp")):
+            raise FormatError(f"{place} has neither seals nor data (*.distcp): name the folder of one step of a root")
     common, from_sibling = _common(folders, sibling)
     doubts = ["common.pt comes from the sibling: counters and arguments may be older"] if from_sibling else []
     if complete:

@@ -88,7 +88,9 @@ def _packages() -> dict[str, str | None]:
 
 def _root(root: Path, problems: list[str]) -> dict[str, Any]:
     near = next(path for path in (root.absolute(), *root.absolute().parents) if path.exists())
-    if not os.access(near, os.W_OK):
+    if not near.is_dir():
+        problems.append(f"{near} is no folder")
+    elif not os.access(near, os.W_OK):
         problems.append(f"{near} is not writable for this user")
     return {
         "path": str(root),

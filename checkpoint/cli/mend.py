@@ -10,7 +10,7 @@ from typing import Any
 
 from checkpoint.cli.outcome import Commands, Outcome, size_text
 from checkpoint.cli.places import add_storage_options, existing_folder, storage_options
-from checkpoint.drain import drain, drained_to
+from checkpoint.drain import drain, drained_to, refuse_root
 from checkpoint.errors import CheckpointError, ConfigError
 from checkpoint.layout import (
     LeftOver,
@@ -87,6 +87,7 @@ def _drain(args: argparse.Namespace) -> Outcome:
     root = existing_folder(args.root)
     if not is_url(args.url):
         raise ConfigError(f"{args.url} is no URL: a mounted folder is file://{Path(args.url).absolute()}")
+    refuse_root(root, args.url)
     if args.mb_per_s is not None and not args.mb_per_s > 0:
         raise ConfigError(f"--mb-per-s must be positive, got {args.mb_per_s}")
     known = [step for step in committed_steps(root) if (committed_path(root, step) / "commit.json").exists()]

@@ -9,7 +9,6 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 
@@ -18,6 +17,7 @@ from converters.offline.compare import CompareReport, compare
 from converters.offline.conversion import ConvertReport, convert
 from converters.offline.keys import LAYOUTS
 from converters.offline.mapping import KEEP_DTYPE
+from converters.offline.move import MIN_MEMORY_BYTES
 
 __all__ = ["add_commands"]
 
@@ -31,11 +31,13 @@ def add_commands(commands: Commands) -> None:
         "convert", help="a Hugging Face folder to a Megatron checkpoint, or back", description=_DESCRIPTION
     )
     command.add_argument("src", metavar="SRC", help="a folder, or a URL that fsspec opens")
-    command.add_argument("dst", type=Path, metavar="DST", help="must not exist")
+    command.add_argument("dst", metavar="DST", help="must not exist")
     command.add_argument("--to", choices=("hf", "mcore"), help="say the direction (it follows from SRC)")
     command.add_argument("--family", metavar="NAME", help="rules to use, where the architecture is not to decide")
     command.add_argument("--hf", metavar="PATH", help="to HF: config, tokenizer and index of the model")
-    command.add_argument("--iteration", metavar="N", help="of the Megatron side: a number or `release`")
+    command.add_argument(
+        "--iteration", type=_iteration, metavar="N", help="of the Megatron side: a number or `release`"
+    )
     command.add_argument("--layout", choices=("auto", *LAYOUTS), default="auto", help="of Megatron keys to write")
     command.add_argument("--spec", choices=("te", "local"), default="te", help="layer spec whose names are written")
     command.add_argument("--extra-state", choices=("te", "linear", "none"), help="empty entries beside the weights")
@@ -44,8 +46,10 @@ def add_commands(commands: Commands) -> None:
     command.add_argument("--drop", action="append", metavar="PATTERN", default=[], help="leave source tensors out")
     command.add_argument("--carry", action="append", metavar="PATTERN", default=[], help="copy tensors no rule knows")
     command.add_argument("--shard-size", type=_size, metavar="SIZE", help="of output files, e.g. 5G")
-    command.add_argument("--max-memory", type=_size, metavar="SIZE", default=512 << 20, help="for buffers, e.g. 512Mi")
-    command.add_argument("--workers", type=int, metavar="N", default=2, help="threads")
+    command.add_argument(
+        "--max-memory", type=_memory, metavar="SIZE", default=512 << 20, help="for buffers, e.g. 512Mi"
+    )
+    command.add_argument("--workers", type=_workers, metavar="N", default=2, help="threads")
     command.add_argument("--resume", action="store_true", help="go on after an interrupted run")
     command.add_argument(
         "--verify",
@@ -61,8 +65,8 @@ def add_commands(commands: Commands) -> None:
     command.add_argument("first", metavar="A", help="a Hugging Face folder or a Megatron checkpoint")
     command.add_argument("second", metavar="B", help="likewise; the two need not be of one kind")
     command.add_argument("--headers", action="store_true", help="names, shapes and dtypes alone")
-    command.add_argument("--max-memory", type=_size, metavar="SIZE", default=512 << 20, help="for buffers")
-    command.add_argument("--workers", type=int, metavar="N", default=2, help="threads")
+    command.add_argument("--max-memory", type=_memory, metavar="SIZE", default=512 << 20, help="for buffers")
+    command.add_argument("--workers", type=_workers, metavar="N", default=2, help="threads")
     command.set_defaults(run=_diff)
 
 
@@ -77,6 +81,24 @@ def _size(text: str) -> int:
     if not match or match[2] not in _UNITS:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a size such as 512Mi or 5G")
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _memory(text: str) -> int:
+    if (nbytes := _size(text)) < MIN_MEMORY_BYTES:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected at least {MIN_MEMORY_BYTES >> 20}Mi")
+    return nbytes
+
+
+def _workers(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of threads, at least 1")
+    return int(text)
+
+
+def _iteration(text: str) -> str:
+    if text != "release" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number or `release`")
+    return text
 
 
 def _convert(args: argparse.Namespace) -> Outcome:

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 
 from checkpoint.disk import disk_left_bytes
+from checkpoint.storage import is_url
 from converters.errors import ConfigMismatch, FolderError, UnsupportedFamilyError
 from converters.families import FAMILIES, family_of
 from converters.hf_folder import read_folder
@@ -151,6 +152,11 @@ def convert(
     started = time.monotonic()
     if max_memory_bytes < MIN_MEMORY_BYTES or workers < 1:
         raise ConfigMismatch(f"max memory {max_memory_bytes} bytes, {workers} workers: expected >= 64 MiB and >= 1")
+    if is_url(os.fspath(dst)):
+        raise FolderError(
+            f"{dst}: a result gets its name by one rename, which object stores do not have: name a local folder, then "
+            "copy it"
+        )
     target = Path(dst)
     source = places.open_source(place(src), iteration=iteration if _is_megatron(place(src)) else None)
     try:

@@ -196,8 +196,10 @@ def test_prune_removes_what_need_not_stay_and_spares_what_is_nowhere_else(tmp_pa
         (["verify", "{tmp}/stock"], 1, "FormatError: .* no commit.json"),
         (["rebuild", "{tmp}/nowhere"], 2, "no such folder"),
         (["rebuild", "{tmp}/stock"], 1, "no seals: give a sibling"),
+        (["rebuild", "{tmp}"], 1, "name the folder of one step"),
         (["drain", "{tmp}", "{tmp}/durable"], 2, "is no URL: a mounted folder is file://"),
         (["drain", "{tmp}", "file://{tmp}/d", "--mb-per-s", "0"], 2, "--mb-per-s must be positive"),
+        (["drain", "{tmp}", "file://{tmp}/d/.."], 2, "the root of the checkpoints itself"),
         (["ls", "file://{tmp}", "--storage-options", "{tmp}/file"], 2, "--storage-options"),
         (["prune", "{tmp}"], 2, "say what may go"),
         (["prune", "{tmp}", "--keep-last", "0"], 2, "keep_last must be a positive number"),
@@ -228,6 +230,9 @@ def test_doctor_tells_what_is_here(tmp_path, ckpt):
     assert "(will be made)" in text
     assert not (tmp_path / "new").exists()
     assert text.endswith("0 problem(s)\n")
+    (tmp_path / "file").touch()
+    report, text = ckpt("doctor", tmp_path / "file" / "root", status=1)
+    assert report["problems"] == [f"{tmp_path}/file is no folder"]
 
 
 def test_doctor_names_what_is_missing(tmp_path, ckpt, monkeypatch):

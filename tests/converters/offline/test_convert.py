@@ -267,6 +267,11 @@ def test_wrong_wishes_are_refused(source, tmp_path, capsys):
     refused(source, tmp_path / "m", "is a Hugging Face folder already", capsys, "--to", "hf")
     with pytest.raises(ConfigMismatch, match="64 MiB"):
         converters.convert(source, tmp_path / "m", max_memory_bytes=1000)
+    for wish in (("--workers", "0"), ("--max-memory", "1M"), ("--iteration", "-1")):
+        with pytest.raises(SystemExit) as e:
+            main(["convert", str(source), str(tmp_path / "m"), *wish])
+        assert e.value.code == 2
+        assert f"argument {wish[0]}: '{wish[1]}': expected" in capsys.readouterr().err
     assert not (tmp_path / "m").exists()
 
 
@@ -277,6 +282,8 @@ def test_a_target_that_exists_or_cannot_be_made_is_left_alone(source, tmp_path, 
         converters.convert(source, tmp_path / "there")
     assert [p.name for p in (tmp_path / "there").iterdir()] == ["file"]
     refused(source, tmp_path / "there" / "file" / "m", "cannot be written", capsys)
+    with pytest.raises(FolderError, match="name a local folder"):
+        converters.convert(source, f"file://{tmp_path}/url")
     (tmp_path / "empty").mkdir()
     converters.convert(source, tmp_path / "empty")
     assert (tmp_path / "empty" / "release").is_dir()
