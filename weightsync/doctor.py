@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import json
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
@@ -185,9 +186,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the diagnosis; status 0 if a publish can start."""
+    if not 0 < args.deadline <= threading.TIMEOUT_MAX:
+        raise errors.ConfigError(f"--deadline {args.deadline:g}: expected seconds, more than 0")
     key = None
     if args.api_key_file is not None:
-        key = (sys.stdin.read() if args.api_key_file == "-" else Path(args.api_key_file).read_text()).strip()
+        try:
+            key = (sys.stdin.read() if args.api_key_file == "-" else Path(args.api_key_file).read_text()).strip()
+        except (OSError, UnicodeDecodeError) as e:
+            raise errors.ConfigError(f"--api-key-file {args.api_key_file}: {e}") from e
         if not key:
             raise errors.ConfigError(f"--api-key-file {args.api_key_file}: it is empty")
     found = diagnose(args.url.rstrip("/"), api_key=key, deadline_s=args.deadline)
@@ -200,7 +206,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _print(found: Diagnosis) -> None:
     status = found.status
-    print(f"{found.url}: {found.engine or 'unknown engine'} {found.version or ''}".rstrip() + f", {found.health}")
+    if found.engine is None:
+        # Of guarantees nothing is known either: a table of them would bury the reason.
+        print(f"{found.url}: no publish can start")
+        for text in found.missing:
+            print(f"  missing      {text}")
+        return
+    print(f"{found.url}: {found.engine} {found.version or ''}".rstrip() + f", {found.health}")
     for label, value in (
         ("ranks", status.get("engine_ranks") or status.get("world_size")),
         ("versions", ", ".join(f"{k} {v}" for k, v in status.get("versions", {}).items()) or None),

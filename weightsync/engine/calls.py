@@ -31,12 +31,16 @@ class Endpoint:
     """
 
     def __init__(self, url: str, *, name: str | None = None, ssl_context: ssl.SSLContext | None = None) -> None:
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or not parts.port:
+        try:
+            parts = urllib.parse.urlsplit(url)
+            port = parts.port
+        except ValueError as e:  # a port that is no number or none that there is, a bracket that stays open
+            raise errors.ConfigError(f"engine address {url!r}: {e}: expected http://host:port") from e
+        if parts.scheme not in ("http", "https") or not parts.hostname or not port:
             raise errors.ConfigError(f"engine address {url!r}: expected http://host:port or https://host:port")
         self.url = url.rstrip("/")
-        self.name = name if name is not None else f"{parts.hostname}:{parts.port}"
-        self._host, self._port, self._tls = parts.hostname, parts.port, parts.scheme == "https"
+        self.name = name if name is not None else f"{parts.hostname}:{port}"
+        self._host, self._port, self._tls = parts.hostname, port, parts.scheme == "https"
         self._path = parts.path.rstrip("/")
         self._ssl_context = ssl_context
 
