@@ -178,7 +178,7 @@ class CheckpointManager(MegatronCheckpointManager):  # type: ignore[misc]  # ver
         if self.should_save_extra:
             state["rng_state"] = self.get_rng_state()
             parts.append("extra")
-        keep = Retention(keep_last=max_ckpt_to_keep, keep_every=self._keep_every) if max_ckpt_to_keep else Retention()
+        keep = self._folders.retention(max_ckpt_to_keep, self._keep_every)
         handle = self._checkpointer.save(step, state, content_metadata=metadata, retention=keep)
         if self._async and not 0 < self._last_step <= step:
             if self.rank == 0:

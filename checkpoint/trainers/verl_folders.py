@@ -86,8 +86,9 @@ class RunFolders:
         if self.root in path.parents:
             return self.own
         for part in PARTS:
-            if (path / part / "dist_ckpt").is_symlink():
-                return Path(os.path.realpath(path / part / "dist_ckpt")).parent
+            link = path / part / "dist_ckpt"
+            if link.is_symlink() and (shards := Path(os.path.realpath(link)).parent).is_dir():
+                return shards
         if self.foreign(path):
             return self.own
         raise LoadError(f"{path}: there is no committed checkpoint, neither of this package nor of verl's own manager")
@@ -140,9 +141,22 @@ class RunFolders:
         return any(_has_files(Path(local_path) / part / "dist_ckpt") for part in PARTS)
 
     def move_tracker(self, step: int) -> None:
-        """To a committed step, unless it names a newer one."""
-        if (named := self._tracker()) is None or named <= step:
+        """To a step that this role committed; not before all roles have, nor back. The last of them moves it."""
+        if step in self._committed() and ((named := self._tracker()) is None or named <= step):
             write_tracker(self.root, step)
+
+    def retention(self, keep_last: int | None, keep_every: int | None) -> Retention:
+        """What stays after the next commit of this role.
+
+        Where there are others, that includes the newest step that all of them have: if one of them does not commit
+        what is saved next, a resume goes back there.
+        """
+        if not keep_last:
+            return Retention()
+        if len(self._roles()) > 1 and (common := self._committed()):
+            since = sum(step >= common[-1] for step in committed_steps(self.own))
+            keep_last = max(keep_last, since + 1)
+        return Retention(keep_last=keep_last, keep_every=keep_every)
 
     def settle(self) -> int | None:
         """Have verl's tracker name the newest step that every role committed; returns it, None if there is none.
@@ -195,13 +209,20 @@ class RunFolders:
         # The node's writer deletes what is doomed after its word of the commit: it may be there still.
         kept = set(committed_steps(self.own)) - set(doomed(self.own, retention))
         own = os.path.realpath(self.own)
+        published: dict[Path, set[int | None]] = {}
         for folder in self.root.glob("global_step_*"):
             for path in (folder / self.role, folder):
                 links = [path / part / "dist_ckpt" for part in PARTS if (path / part / "dist_ckpt").is_symlink()]
                 targets = [Path(os.path.realpath(link)) for link in links]
-                if targets and all(str(t.parent) == own and step_of(t.name) not in kept for t in targets):
-                    shutil.rmtree(path)
+                if targets and all(str(t.parent) == own for t in targets):
+                    published[path] = {step_of(t.name) for t in targets}
                     break
+        # Shards that are gone for another reason leave weights in Hugging Face's format, or a copy elsewhere.
+        steps = {step for found in published.values() for step in found if step is not None}
+        kept |= retention.keep(sorted(steps | kept))
+        for path, found in published.items():
+            if not found & kept:
+                shutil.rmtree(path)
 
 
 def _has_files(path: Path) -> bool:

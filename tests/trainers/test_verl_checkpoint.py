@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from checkpoint.errors import ConfigError, LoadError
-from checkpoint.retention import Retention
+from checkpoint.retention import Retention, doomed
 from checkpoint.trainers.verl_folders import PARTS, RunFolders
 from tests.support.ranks import ROOT
 
@@ -240,3 +241,61 @@ def test_supervised_training_has_no_folder_per_role_and_its_whole_step_goes(fold
     # Ten's shards are still there: a writer removes them after its word of the commit.
     assert sorted(p.name for p in folders.root.glob("global_step_*")) == ["global_step_20"]
     assert folders.settle() == 20
+
+
+def test_the_tracker_moves_once_all_roles_have_the_step(folders: RunFolders) -> None:
+    critic = dataclasses.replace(folders, role="critic")
+    commit(folders, 10, 20)
+    commit(critic, 10, role="critic")
+    for role, step, named in ((folders, 10, "10"), (folders, 20, "10"), (critic, 10, "10")):
+        role.move_tracker(step)
+        assert pointed(folders) == named
+    commit(critic, 20, role="critic")
+    critic.move_tracker(20)
+    assert pointed(folders) == "20"
+    folders.move_tracker(10)
+    assert pointed(folders) == "20"
+
+
+def test_a_role_keeps_the_newest_step_that_the_others_have(folders: RunFolders) -> None:
+    assert folders.retention(None, 5) == Retention()
+    commit(folders, 10, 20, 30)
+    assert folders.retention(1, 5) == Retention(keep_last=1, keep_every=5)
+    commit(folders, 10, role="critic")  # whose later saves failed
+    keep = folders.retention(1, None)
+    commit(folders, 40)
+    assert doomed(folders.own, keep) == []
+    shutil.rmtree(folders.own / "iter_0000040")
+    commit(folders, 20, 30, role="critic")
+    keep = folders.retention(1, None)
+    shutil.rmtree(folders.root / "global_step_40")
+    commit(folders, 40)
+    assert doomed(folders.own, keep) == [10, 20]
+
+
+def test_folders_whose_shards_vanished_go_when_retention_would_have_taken_them(folders: RunFolders) -> None:
+    def publish(step: int, retention: Retention | None = None) -> None:
+        commit(folders, step)
+        folders.publish(
+            folders.root / f"global_step_{step}" / "actor", step, PARTS, {"saved_by": "checkpoint"}, retention
+        )
+
+    for step in (10, 20, 30):
+        publish(step)
+    for lost in (10, 20):
+        shutil.rmtree(folders.own / f"iter_{lost:07d}")
+
+    def held() -> list[str]:
+        return sorted(p.parent.name for p in folders.root.glob("global_step_*/actor"))
+
+    publish(40)
+    assert held() == [f"global_step_{n}" for n in (10, 20, 30, 40)]
+    publish(50, Retention(keep_last=4))
+    assert held() == [f"global_step_{n}" for n in (20, 30, 40, 50)]
+    # Of another run whose shards are gone, what is said is what is missing.
+    other = dataclasses.replace(
+        folders, root=folders.root.parent / "other", shards=folders.root.parent / "other/shards"
+    )
+    folders.shards.rename(folders.shards.with_name("moved"))
+    with pytest.raises(LoadError, match="no committed checkpoint"):
+        other.source(folders.root / "global_step_50" / "actor")

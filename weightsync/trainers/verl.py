@@ -50,6 +50,8 @@ BACKEND = "weightsync"
 REPLICAS = "replicas"
 """Of `engines`: the servers that verl has started."""
 POLL_S = 0.1
+ANSWER_S = 60.0
+"""For an actor of one of verl's servers, which may be starting; it is asked for what it knows."""
 
 _CONTROLS: Mapping[str, Callable[..., EngineControl]] = {"http": HttpControl, "sglang": SglangControl}
 """By `kind`: the control API of vLLM and of the embedded engine; SGLang's own server with the bridge in it."""
@@ -108,7 +110,7 @@ def _addresses(servers: Sequence[str]) -> dict[str, dict[str, str]]:
     found = {}
     for name in servers:
         try:
-            host, port = ray.get(ray.get_actor(name).get_server_address.remote())
+            host, port = ray.get(ray.get_actor(name).get_server_address.remote(), timeout=ANSWER_S)
         except (ValueError, ray.exceptions.RayError) as e:
             raise errors.ConfigError(f"verl's server {name} does not tell its address: {e}") from e
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -335,6 +337,7 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]
 
         Raises:
             ConfigError: another backend's tensors arrive here, where nobody could load them.
+            EngineError: the server that verl started does not note the version.
         """
         async for name, _tensor in weights:
             raise errors.ConfigError(
@@ -345,7 +348,15 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]
             import ray
 
             # What verl notes at each answer, to know how old a sample is.
-            await ray.get_actor(self.server).set_global_steps.remote(global_steps)
+            noted = ray.get_actor(self.server).set_global_steps.remote(global_steps)
+            try:
+                await asyncio.wait_for(asyncio.wrap_future(noted.future()), ANSWER_S)
+            except asyncio.TimeoutError as e:
+                raise errors.EngineError(
+                    f"verl's server {self.server} did not note version {global_steps} within {ANSWER_S:g} s: its actor "
+                    "is stopped or busy",
+                    engine=self.server,
+                ) from e
 
 
 # verl has a public way to register replicas, but not yet the rollouts of their workers. Workers that verl puts beside
