@@ -237,11 +237,14 @@ class Checkpointer:
             retention: what stays after this commit, if not what the config says; the same on every rank.
 
         Raises:
-            ConfigError: the state cannot be saved; DiskError: no memory to stage it.
+            ConfigError: no number of a step, or the state cannot be saved; DiskError: no memory to stage it.
             WriterLost: there is no writer (with `on_failure="raise"`; else the handle says so).
             SaveError: as `poll`.
         """
         began = time.monotonic()
+        # Folders are found again by digits: another name would be committed, and never be seen by a load.
+        if not isinstance(step, int) or step < 0:
+            raise ConfigError(f"step is {step!r}; expected an int, 0 or more")
         self.poll()
         self._saves += 1
         attempt = f"{self._run_id}.{self._saves}"

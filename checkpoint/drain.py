@@ -127,8 +127,8 @@ def drain(
 
 def refuse_root(root: str | Path, url: str) -> None:
     """Raises ConfigError: `url` is `root` itself. Every step would be found there and pass for durable."""
-    protocol, _, path = url.partition("://")
-    if protocol in ("file", "local") and Path(path).resolve() == Path(root).resolve():
+    protocol, _, path = url.rpartition("://")
+    if protocol in ("", "file", "local") and Path(path).resolve() == Path(root).resolve():
         raise ConfigError(f"{url} is the root of the checkpoints itself, no copy of it: name another place")
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from checkpoint import Checkpointer, SaveConfig, process
 from checkpoint.bar import Bar
+from checkpoint.errors import ConfigError
 from checkpoint.events import SaveHandle
 from tests.checkpoint import faulty_writer
 from tests.checkpoint.support import state
@@ -49,6 +50,9 @@ def test_a_save_is_drawn_on_a_terminal_and_removed_when_it_ended(tmp_path, termi
     (tmp_path / "fault.0.json").write_text(json.dumps({"phase": "sync", "do": 1.0}))
     seen = []
     with Checkpointer(tmp_path / "root", rank=0, world_size=1, on_event=seen.append) as c:
+        for wrong in (-1, "12", 1.5):
+            with pytest.raises(ConfigError, match="expected an int, 0 or more"):
+                c.save(wrong, state(0, 1))
         c.save(12, state(0, 1))
         handle = c.wait()
     assert handle.bytes_done == handle.nbytes

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from checkpoint import Checkpointer, SaveConfig
 from checkpoint.drain import DrainProcess, drain
 from checkpoint.durable import Durable
-from checkpoint.errors import CoverageError, DigestError, FormatError
+from checkpoint.errors import ConfigError, CoverageError, DigestError, FormatError
 from checkpoint.format import FileRecord, TorchDistReader, TorchDistWriter, write_folder_metadata
 from checkpoint.format.files import file_digest, put_file
 from checkpoint.format.saved import dump_object
@@ -81,6 +82,18 @@ def test_an_interrupted_drain_goes_on_and_replaces_what_differs(tmp_path):
     copy.write_bytes(data)
     assert drain(tmp_path / "root", 7, url).files_copied == 1
     assert verify(copy.parent) > 0
+
+
+@pytest.mark.parametrize("url", ["{root}", "file://{root}", "local://{root}/../root/"])
+def test_a_root_is_no_copy_of_itself(tmp_path, url):
+    (folder,) = commit(tmp_path / "root", 7)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    url = url.format(root=tmp_path / "root")
+    with pytest.raises(ConfigError, match="no copy of it"):
+        drain(tmp_path / "root", 7, url)
+    with pytest.raises(ConfigError, match="no copy of it"):
+        Checkpointer(tmp_path / "root", rank=0, world_size=1, config=SaveConfig(durable_url=url))
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_damage_is_not_made_durable(tmp_path):
