@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 import warnings
 from typing import Any
@@ -197,6 +198,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=8, help="optimizer steps, earlier runs' included (default 8)")
     parser.add_argument("--save-every", type=int, default=4, help="steps between checkpoints (default 4)")
     args = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("start it by torchrun: torchrun --standalone --nproc-per-node 2 -m examples.megatron_rl ...")
     warnings.filterwarnings("ignore", module="megatron")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -43,6 +43,13 @@ def test_links_lead_somewhere(page):
     assert broken == []
 
 
+def test_the_index_leads_to_every_page():
+    index = ROOT / "docs" / "index.md"
+    linked = {(index.parent / target).resolve() for target in re.findall(r"\]\(([^)#\s]+)", index.read_text())}
+    pages = [p for p in PAGES if p.is_relative_to(index.parent) and p != index]
+    assert [str(p.relative_to(ROOT)) for p in pages if p not in linked] == []
+
+
 def test_every_error_is_documented():
     named = code_words(REFERENCE / "errors.md")
     for package in PACKAGES:

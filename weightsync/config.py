@@ -83,7 +83,10 @@ class PublishConfig:
         for name in ("deadline_s", "control_s", "heartbeat_s"):
             check(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; expected seconds > 0")
         check(self.pause_mode in ("abort", "wait", "keep"), f"pause_mode is {self.pause_mode!r}; abort, wait or keep")
-        check(self.on_engine_failure in ("abort", "drop"), f"on_engine_failure is {self.on_engine_failure!r}")
+        check(
+            self.on_engine_failure in ("abort", "drop"),
+            f"on_engine_failure is {self.on_engine_failure!r}; abort or drop",
+        )
         check(self.run_id is None or bool(self.run_id.strip()), "run_id is empty")
         check(self.run_id is None or "/" not in self.run_id, f"run_id {self.run_id!r} contains '/'")
         check_names(self.require)
