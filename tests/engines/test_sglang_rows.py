@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from weightsync import errors
 from weightsync.engines.capabilities import OPT_IN, rows_of
+from weightsync.engines.sglang import launch
 from weightsync.engines.sglang.control import SglangControl
 from weightsync.engines.sglang.launch import prepare
 from weightsync.engines.sglang.rows import INTERNALS, PROBES, internals_for, stock_row
@@ -177,3 +180,13 @@ def test_a_flush_that_is_refused_is_tried_again_and_then_reported() -> None:
     with pytest.raises(errors.EngineError, match=r"could not be flushed within 0\.1 s; it keeps requests back"):
         c.commit(CALL, deadline_s=0.1)
     assert link.version is None
+
+
+def test_the_launcher_says_in_one_line_what_it_cannot_start(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sglang", None)  # as if it were not installed
+    with pytest.raises(SystemExit, match=r"sglang is not installed for .*: use its environment"):
+        launch.main()
+    monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(__version__="0.5.10.post1"))
+    monkeypatch.setenv(EXTERNAL, "their.models")
+    with pytest.raises(SystemExit, match=r"their\.models is set"):
+        launch.main()

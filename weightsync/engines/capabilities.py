@@ -158,7 +158,9 @@ def derive(engine: str, wheel: str | Path) -> frozenset[str]:
 
 def check_wheel(wheel: str | Path) -> tuple[str, str, frozenset[str], list[str]]:
     """(engine, version, facts, differences from the table; empty if it holds)."""
-    distribution, version = Path(wheel).name.split("-")[:2]
+    distribution, version = (*Path(wheel).name.split("-"), "")[:2]
+    if not version:
+        raise ConfigError(f"{wheel}: wheels are called ENGINE-VERSION-TAGS.whl: keep the name of the download")
     engine = _DISTRIBUTIONS.get(distribution.lower().replace("_", "-"))
     if engine is None:
         raise ConfigError(f"{wheel}: {distribution} is none of {', '.join(sorted(_DISTRIBUTIONS))}")
@@ -187,7 +189,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("wheels", nargs="+", metavar="WHEEL")
     status = 0
     for wheel in parser.parse_args(argv).wheels:
-        engine, version, facts, wrong = check_wheel(wheel)
+        try:
+            engine, version, facts, wrong = check_wheel(wheel)
+        except ConfigError as e:
+            parser.error(str(e))
         print(f"{engine} {version}: {', '.join(sorted(facts)) or 'none of the facts'}")
         for line in wrong:
             print(f"  differs: {line}")

@@ -12,7 +12,7 @@ import sys
 from collections.abc import MutableMapping, Sequence
 
 from weightsync.engines.sglang.rows import Internals, internals_for
-from weightsync.errors import ConfigError
+from weightsync.errors import ConfigError, WeightSyncError
 
 __all__ = ["main", "prepare"]
 
@@ -48,9 +48,16 @@ def prepare(version: str, arguments: Sequence[str], env: MutableMapping[str, str
 
 
 def main() -> None:
-    import sglang
+    try:
+        import sglang
 
-    _, arguments = prepare(sglang.__version__, sys.argv[1:], os.environ)
+        _, arguments = prepare(sglang.__version__, sys.argv[1:], os.environ)
+    except ModuleNotFoundError as e:
+        if e.name != "sglang":
+            raise
+        sys.exit(f"weightsync.engines.sglang.launch: sglang is not installed for {sys.executable}: use its environment")
+    except WeightSyncError as e:
+        sys.exit(f"weightsync.engines.sglang.launch: {e}")
     # SGLang spawns its processes, which import this module anew: only the environment reaches them.
     sys.argv = ["sglang.launch_server", *arguments]
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
