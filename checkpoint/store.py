@@ -28,6 +28,8 @@ from checkpoint.errors import ConfigError, StoreLost
 __all__ = ["HostedStore", "Store"]
 
 REPLY_TIMEOUT_S = 10.0
+_OWN_S = 60.0
+"""How long a store that was just started may take to answer its own process: its thread may start late."""
 _Requests: TypeAlias = "queue.SimpleQueue[tuple[Callable[[dist.TCPStore], Any], queue.SimpleQueue[Any]] | None]"
 _WILDCARDS = ("", "0.0.0.0", "::")  # noqa: S104 - recognised in order to refuse them
 _connecting = threading.Lock()
@@ -64,9 +66,10 @@ class HostedStore:
             port,
             is_master=True,
             wait_for_workers=False,
-            timeout=datetime.timedelta(seconds=REPLY_TIMEOUT_S),
+            timeout=datetime.timedelta(seconds=_OWN_S),
             master_listen_fd=listener.detach(),
         )
+        self._store.set_timeout(datetime.timedelta(seconds=REPLY_TIMEOUT_S))
 
     def close(self) -> None:
         self._store = None
@@ -77,7 +80,10 @@ def _listen(host: str, ports: Sequence[int]) -> socket.socket:
     for port in ports:
         try:
             listener = socket.create_server(
-                (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024
+                (host, port),
+                family=socket.AF_INET6 if ":" in host else socket.AF_INET,
+                backlog=1024,
+                dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),  # every address, IPv4 ones too
             )
         except OSError as e:
             failure = e

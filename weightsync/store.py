@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import errno
 import json
 import os
 import socket
@@ -149,10 +150,12 @@ def host_store(
             break
         except OSError as e:
             failures.append(e)
+            if e.errno not in (errno.EADDRINUSE, errno.EACCES):
+                break  # the address: no other port helps, and a name that nobody knows may take seconds each time
     if listener is None:
         where = "any port" if port_range is None else f"ports {port_range[0]}..{port_range[1]}"
         raise TransportError(
-            f"the coordinator store cannot listen on {bind_host}, {where}: all {len(failures)} taken or refused "
+            f"the coordinator store cannot listen on {bind_host}, {where}: {len(failures)} taken or refused "
             f"({failures[-1]}); widen port_range or correct bind_host"
         ) from failures[-1]
     port = listener.getsockname()[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -33,6 +34,17 @@ def store():
     hosted = HostedStore()
     yield hosted
     hosted.close()
+
+
+def test_a_store_on_every_address_answers_on_those_of_both_versions():
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as e:
+        pytest.skip(f"no IPv6 on this machine: {e}")
+    for host in ("127.0.0.1", "::1"):
+        hosted = HostedStore("::", advertise_host=host)
+        Store(hosted.address).close()
+        hosted.close()
 
 
 def start(store, roots, run, deadline_s=20.0):
