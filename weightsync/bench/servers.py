@@ -230,6 +230,14 @@ class ServerHandle:
         except OSError as e:
             self._held.close()
             raise ConfigError(f"--engine-python {config.python}: {e}") from e
+        # Ends the server if this process is killed: it would keep its GPU.
+        self._guard = subprocess.Popen(
+            ["/bin/sh", "-c", 'read _; kill -KILL "-$0"', str(self._process.pid)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
     def _start(self) -> None:
         process, end = self._process, time.monotonic() + self.config.start_deadline_s
@@ -290,6 +298,8 @@ class ServerHandle:
         process, self._process = self._process, None
         if process is None:
             return
+        self._guard.kill()  # before the process ids that it knows are others'
+        self._guard.communicate()
         family = _family(process.pid)
         for sig, grace_s in ((signal.SIGTERM, STOP_GRACE_S), (signal.SIGKILL, STOP_GRACE_S)):
             with contextlib.suppress(ProcessLookupError):
