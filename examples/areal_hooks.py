@@ -149,6 +149,8 @@ class WeightSyncActor(MegatronPPOActor):
         super().destroy()
 
     def _saver(self, root: str) -> Checkpointer:
+        if self._checkpointer is not None and self._checkpointer.root != Path(root).absolute():
+            raise ConfigError(f"saves go to {self._checkpointer.root}, as the first did; {root} is another folder")
         if self._checkpointer is None:
             self._checkpointer = Checkpointer(
                 root,

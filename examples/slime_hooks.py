@@ -34,6 +34,7 @@ from megatron.core.dist_checkpointing import ShardedObject
 from slime.backends.megatron_utils.actor import MegatronTrainRayActor
 
 from checkpoint import Checkpointer, Retention, SaveConfig
+from checkpoint.errors import SaveError
 from checkpoint.megatron import optimizer_state
 from weightsync.engine.base import EngineControl
 from weightsync.engines.sglang.control import SglangControl
@@ -93,9 +94,11 @@ class WeightSyncActor(MegatronTrainRayActor):
             )
             atexit.register(self.checkpointer.close)
         state = state_of(self.args, self.model, self.optimizer, self.opt_param_scheduler, rollout_id)
-        self.checkpointer.save(rollout_id, state, content_metadata=METADATA)
+        handle = self.checkpointer.save(rollout_id, state, content_metadata=METADATA)
         if force_sync:
             self.checkpointer.wait()
+            if handle.state != "committed":
+                raise SaveError(f"slime's last save, of rollout {rollout_id}, was not committed: {handle.error}")
 
 
 class WeightUpdater:

@@ -168,7 +168,11 @@ def _areal(rank: int, engine: str, root: str, built: Any, train: Any, weights: A
     torch.manual_seed(rank)
     actor.load(recover)
     loaded = all(torch.equal(saved[name], p) for name, p in weights().items())
-    own_format = ""
+    elsewhere = own_format = ""
+    try:
+        actor.save(SaveLoadMeta(path=f"{root}/other", weight_format="dcp", with_optim=True))
+    except ConfigError as e:
+        elsewhere = str(e)
     try:
         actor.save(SaveLoadMeta(path=f"{root}/areal-hf", weight_format="hf", with_optim=False))
     except AttributeError as e:  # AReaL's own `save`, which this stand-in's checkpointer does not serve
@@ -186,6 +190,7 @@ def _areal(rank: int, engine: str, root: str, built: Any, train: Any, weights: A
         "committed": committed,
         "changed": changed,
         "loaded": loaded,
+        "elsewhere": elsewhere,
         "own_format": own_format,
         "wrote": Path(root, "never").exists(),
     }

@@ -61,6 +61,7 @@ def test_models_published_and_saved_through_the_hooks_are_the_trainers(tmp_path,
         assert areal["committed"].strip() == "7"
         assert areal["changed"]
         assert areal["loaded"]
+        assert "other is another folder" in areal["elsewhere"]
         assert "save_checkpoint" in areal["own_format"]
         assert not areal["wrote"]
     assert results[0]["slime"]["engines"] == [1, 1, 1]
