@@ -13,6 +13,7 @@ import dataclasses
 import errno
 import os
 import secrets
+import shutil
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -154,7 +155,7 @@ def folder_bytes(path: str | Path) -> int:
 
 def disk_left_bytes(root: str | Path, limit_bytes: int | None = None, held_bytes: int = 0) -> int:
     """What an unprivileged process can still write there; `limit_bytes` bounds what the root may hold in all."""
-    free = int(_psutil().disk_usage(os.fspath(root)).free)
+    free = shutil.disk_usage(root).free
     return free if limit_bytes is None else min(free, max(limit_bytes - held_bytes, 0))
 
 
@@ -174,7 +175,7 @@ def filesystem_of(path: str | Path) -> Filesystem:
 def shm_left_bytes(path: str | Path = "/dev/shm") -> int | None:  # noqa: S108
     """What can still be put into POSIX shared memory (data loaders and NCCL do); None where there is none."""
     try:
-        return int(_psutil().disk_usage(os.fspath(path)).free)
+        return shutil.disk_usage(path).free
     except OSError:
         return None
 

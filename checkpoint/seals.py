@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from checkpoint.errors import CoverageError, FormatError
+from checkpoint.errors import ConfigError, CoverageError, FormatError
 from checkpoint.format.files import FileRecord, new_digest
 from checkpoint.format.index import Chunk, Index, ObjectEntry, TensorEntry
 
@@ -196,5 +196,7 @@ def parse_commit(data: bytes, what: str) -> CommitRecord:
             seals=tuple(Seal.from_json(seal, what) for seal in body["seals"]),
             metadata=tuple(FileRecord(name=n, nbytes=b, xxh3=x) for n, b, x in body["metadata"]),
         )
+    except ConfigError:
+        raise  # a package is missing here: that is no damage
     except (ValueError, KeyError, TypeError) as e:
         raise FormatError(f"{what} is not a commit record ({type(e).__name__}: {e})") from e

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 
 import numpy as np
 import pytest
 import torch
 
 from checkpoint import Checkpointer, SaveConfig
+from checkpoint.disk import disk_left_bytes
 from checkpoint.drain import DrainProcess, drain
 from checkpoint.durable import Durable
 from checkpoint.errors import ConfigError, CoverageError, DigestError, FormatError
@@ -94,6 +96,15 @@ def test_a_root_is_no_copy_of_itself(tmp_path, url):
     with pytest.raises(ConfigError, match="no copy of it"):
         Checkpointer(tmp_path / "root", rank=0, world_size=1, config=SaveConfig(durable_url=url))
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_missing_package_is_not_taken_for_damage(tmp_path, monkeypatch):
+    commit(tmp_path / "root", 7)
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    with pytest.raises(ConfigError, match=r"^checkpoints are digested with xxh3, which needs the package `xxhash`"):
+        drain(tmp_path / "root", 7, f"file://{tmp_path}/durable")
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    assert disk_left_bytes(tmp_path) > 0  # conversions need torch alone
 
 
 def test_damage_is_not_made_durable(tmp_path):
