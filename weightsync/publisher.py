@@ -22,6 +22,7 @@ from weightsync import errors
 from weightsync.acks import StepFailed
 from weightsync.config import PublishConfig
 from weightsync.coordinator import Coordinator
+from weightsync.engine.base import check_controls
 from weightsync.manifest import Manifest
 from weightsync.plan import DtypePolicy
 from weightsync.planner import Planner
@@ -138,6 +139,7 @@ class Publisher:
     def _host(self, engines: Sequence[EngineControl], store_address: tuple[str, int] | None) -> tuple[str, int, str]:
         if not engines:
             raise errors.ConfigError("Publisher: rank 0 needs at least one engine")
+        check_controls(engines)
         run_id = self.config.run_id or f"run-{secrets.token_hex(6)}"
         port_range = self.config.port_range
         if store_address is not None:
@@ -170,6 +172,7 @@ class Publisher:
 
     @engines.setter
     def engines(self, engines: Sequence[EngineControl]) -> None:
+        check_controls(engines)
         if self._coordinator is not None:
             self._coordinator.engines = list(engines)
 

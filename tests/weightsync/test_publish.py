@@ -311,3 +311,6 @@ def test_unknown_scope_and_no_engines_are_named(fleet: list[EngineHandle], run: 
         p.publish(1, "everything")
     with pytest.raises(errors.ConfigError, match="at least one engine"):
         Publisher(Weights(1), [])
+    for no_client in (fleet[0], fleet[0].url):
+        with pytest.raises(errors.ConfigError, match="no control client"):
+            Publisher(Weights(1), [no_client])  # type: ignore[list-item]

@@ -8,9 +8,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from weightsync.errors import ConfigError
 from weightsync.protocol import PublishCall
 
-__all__ = ["EngineControl", "Runner"]
+__all__ = ["EngineControl", "Runner", "check_controls"]
 
 
 @runtime_checkable
@@ -106,3 +107,16 @@ class EngineControl(Protocol):
     def resume(self, *, deadline_s: float) -> Mapping[str, Any]:
         """Serve again what was served before `pause`: for a publish that failed before begin. Refused if fenced."""
         ...
+
+
+def check_controls(engines: Sequence[EngineControl]) -> None:
+    """Raises `ConfigError` for addresses, or handles of engines, in the place of control clients.
+
+    They would fail in the middle of the first publish, and on rank 0 alone.
+    """
+    for engine in engines:
+        if not all(hasattr(engine, name) for name in ("name", "preflight", "receive")):
+            raise ConfigError(
+                f"engines: {engine!r} is no control client: give HttpControl(url, api_key=...), "
+                "`launch(...).control()`, or the client of that kind of engine"
+            )
