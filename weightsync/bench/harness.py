@@ -168,6 +168,8 @@ def check(config: BenchConfig) -> None:
             f"--engine {config.engine}: it is not installed here: pass --engine-python with the interpreter of its "
             "environment, in which weightsync is installed, too"
         )
+    if local and config.trainer.kind == "megatron" and not importlib.util.find_spec("megatron"):
+        raise ConfigError("--trainer tp=...: Megatron-Core is not installed here: pip install 'weightsync[megatron]'")
     needed = config.trainer.pp + config.engine_ranks
     if config.transport == "ipc" and not torch.cuda.is_available():
         raise ConfigError("--transport ipc: trainer and engines share a CUDA device, and none is found: use shm")

@@ -1,5 +1,7 @@
 """Nonsense arguments of `weightsync bench`: one line, status 2, before any process is started."""
 
+import sys
+
 import pytest
 
 from weightsync import cli
@@ -61,6 +63,12 @@ def test_ipc_without_a_device_is_refused(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["bench", "--transport", "ipc"]) == 2
     assert "--transport ipc: trainer and engines share a CUDA device" in capsys.readouterr().err
+
+
+def test_a_live_trainer_without_megatron_core_is_refused(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "megatron", None)  # as if it were not installed
+    assert cli.main(["bench", "--model", "tiny", "--trainer", "tp=2"]) == 2
+    assert "pip install 'weightsync[megatron]'" in capsys.readouterr().err
 
 
 def test_every_process_of_a_bench_has_its_device():
