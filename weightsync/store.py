@@ -12,6 +12,8 @@ What torch's TCPStore does not give, and this module adds:
 - Its exceptions are RuntimeErrors with C++ stacks: here `PeerLost` or `TransferTimeout`, naming the coordinator.
 
 A store may be used by several threads. `set` has no answer: that it returned says nothing about the host.
+
+long: hosting, joining and waiting share what keeps one client of a TCPStore from waiting for ever.
 """
 
 from __future__ import annotations
