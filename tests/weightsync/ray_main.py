@@ -26,7 +26,8 @@ from weightsync import errors
 from weightsync.actors import Cluster, EngineActor, RayControl
 
 NODE = {"num_cpus": 8, "object_store_memory": 80 << 20, "include_dashboard": False}
-GET_S = 60
+GET_S = 200
+"""On a busy machine, where six processes start, each of which imports torch."""
 
 
 class Driver:
@@ -58,9 +59,10 @@ class Driver:
                 process.kill()
         self._until(lambda: not any(_runs(p.pid) for p in family))
 
-    def start(self, cls, node, *args):
+    def start(self, cls, node, *args, max_restarts=0):
         where = NodeAffinitySchedulingStrategy(self.nodes[node].node_id, soft=False)
-        return ray.remote(cls).options(num_cpus=1, scheduling_strategy=where).remote(*args)
+        options = {"num_cpus": 1, "scheduling_strategy": where, "max_restarts": max_restarts}
+        return ray.remote(cls).options(**options).remote(*args)
 
     def get(self, *refs):
         return ray.get(list(refs), timeout=GET_S)
@@ -171,11 +173,16 @@ class Driver:
     def do_control_errors(self):
         """What a control client says of engines that are slow, fenced, broken, no engines, and dead."""
         found = {}
-        actor = self.start(EngineActor, "head", ray_actors.Scripted)
+        actor = self.start(ray_actors.Busy, "head", max_restarts=1)
         control = RayControl(actor, name="e")
+        for _ in range(100):  # as many generations as a pause holds
+            actor.hold.remote()
         assert 0 < control.status(deadline_s=GET_S)["deadline_s"] <= GET_S
-        for kind in ("slow", "fenced", "broken", "fine"):
-            found[kind] = _outcome(control.pause, kind, deadline_s=1.0)
+        for kind, deadline_s in (("slow", 1.0), ("fenced", 30), ("broken", 30), ("fine", 30)):
+            found[kind] = _outcome(control.pause, kind, deadline_s=deadline_s)
+        before = control.place
+        ray.kill(actor, no_restart=False)
+        found["restarted"] = [before, self._until(lambda: _moved(control, before))]
         ray.kill(actor)
         found["dead"] = self._until(lambda: _dead(control))
         for cls, *args in ((ray_actors.NoEngine,), (EngineActor, dict)):
@@ -198,7 +205,7 @@ class Driver:
         shutil.rmtree(self.ray_folder)
         return {"processes": left, "ports": open_ports, "shm": [name for name in shm if os.path.exists(name)]}
 
-    def _until(self, done, deadline_s=30):
+    def _until(self, done, deadline_s=60):
         end = time.monotonic() + deadline_s
         while not (found := done()):
             assert time.monotonic() < end, "not in time"
@@ -215,9 +222,16 @@ def _outcome(call, *args, **kwargs):
         return {"kind": type(e).__name__, "error": str(e), "rank": rank, "phase": phase, "s": time.monotonic() - began}
 
 
+def _moved(control, before):
+    """Where it is after a restart: while Ray is at it, calls fail."""
+    _outcome(control.status, deadline_s=GET_S)
+    return control.place if control.place != before else None
+
+
 def _dead(control):
     found = _outcome(control.status, deadline_s=5)
-    return found if "error" in found else None
+    # Before Ray knows it for sure, the actor is merely out of reach.
+    return found if "ActorDiedError" in found.get("error", "") else None
 
 
 def _runs(pid):

@@ -18,17 +18,22 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.weightsync.ray_actors import SLOW_S
+from tests.weightsync.ray_actors import DEADLINE_S, SLOW_S
 from weightsync import cli
 from weightsync.bench.config import BenchConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-ANSWER_S = 100
+ANSWER_S = 240
+SOON_S = 0.6 * DEADLINE_S
+"""A lost node is noticed by its silence, before the deadline."""
+TICKS = 5
+"""A loop that waited would run once or twice, one that is free a hundred times; on a busy machine a few of these."""
 ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
     "OMP_NUM_THREADS": "1",
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # of 15: beside anything else on the machine they would hardly run
 }
 
 
@@ -102,7 +107,7 @@ def bench(folder, *arguments):
     return json.loads(done.stdout)
 
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
+pytestmark = [pytest.mark.multiproc, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def test_places_keep_engines_away_from_trainers_and_say_what_is_missing(cluster):
@@ -121,7 +126,7 @@ def test_an_async_trainer_publishes_to_engines_in_actors_of_both_nodes(cluster):
         found = cluster("publish", version, background, "ab")
         assert found["outcome"] == "committed"
         assert found["seconds"] > SLOW_S
-        assert found["gap_s"] < SLOW_S / 2, "the actor's event loop stood still"
+        assert found["ticks"] > TICKS, "the actor's event loop stood still"
 
 
 def test_an_object_store_carries_a_captured_step_as_one_object(cluster):
@@ -134,7 +139,7 @@ def test_async_actors_save_a_checkpoint_of_both_nodes(cluster):
     for saved in cluster("save", 1):
         assert saved["state"] == "committed", saved["error"]
         assert saved["seconds"] > SLOW_S / 2
-        assert saved["gap_s"] < SLOW_S / 2, "the actor's event loop stood still"
+        assert saved["ticks"] > TICKS, "the actor's event loop stood still"
 
 
 def test_the_bench_runs_over_the_nodes_of_a_cluster(cluster, tmp_path):
@@ -155,17 +160,17 @@ def test_a_node_that_is_killed_in_a_save_is_named_by_its_rank(cluster):
     found = cluster("kill_in_save", 2)
     assert found["verdict"]["state"] == "failed"
     assert re.match(
-        rf"rank 1 on {re.escape(found['host'])}: said nothing for 3 s \(phase write, \d+ of \d+ bytes",
+        rf"rank 1 on {re.escape(found['host'])}: said nothing for 5 s \(phase write, \d+ of \d+ bytes",
         found["verdict"]["error"],
     )
-    assert found["seconds"] < 12
+    assert found["seconds"] < SOON_S
     assert found["lost"] in ("ActorDiedError", "ActorUnavailableError")
 
 
 def test_a_node_that_is_killed_in_a_publish_is_named_by_engine_actor_node_and_phase(cluster):
     found = cluster("kill_in_publish", 4)
     assert found["kind"] == "PublishAborted"
-    assert found["seconds"] < 12
+    assert found["seconds"] < SOON_S
     assert re.search(r"engine c[^;]*(prepared|receive): ", found["error"])
     assert f"on {found['place']}" in found["error"]
     assert found["engines"]["c"][0] == "fenced"
@@ -185,6 +190,9 @@ def test_a_control_client_names_what_is_wrong_with_an_actor(cluster):
     assert re.match(
         rf"engine e, status: {where}: ActorDiedError: .*killed by `ray.kill`.*start it anew", found["dead"]["error"]
     )
+    before, after = (re.fullmatch(where, place) for place in found["restarted"])
+    assert before
+    assert after
     assert "derives from EngineActor" in found["NoEngine"]["error"]
     assert "dict is no engine: it has no commit" in found["EngineActor"]["error"]
 

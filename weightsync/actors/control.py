@@ -24,8 +24,11 @@ from weightsync.protocol import PublishCall
 __all__ = ["EngineActor", "RayControl"]
 
 _METHODS = ("commit", "pause", "preflight", "receive", "resume", "status")
-_THREADS = 8
-"""Of one engine actor: a receive that hangs holds one; the status call beside it must find another."""
+_STEPS = 8
+"""Threads of an engine actor for the steps of a publish: a receive that hangs holds one; the status call beside it must
+find another."""
+_CALLS = 64
+"""Threads for everything else, made as they are needed: with a pause generations hold theirs until the publish ends."""
 _MARGIN_S = 0.5
 """How much longer than the engine's own deadline its actor is listened to: its words say more than our silence."""
 T = TypeVar("T")
@@ -52,7 +55,8 @@ class EngineActor:
     """
 
     def __init__(self, start: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
-        self._pool = concurrent.futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="weightsync-actor")
+        self._steps = concurrent.futures.ThreadPoolExecutor(_STEPS, thread_name_prefix="weightsync-actor-step")
+        self._calls = concurrent.futures.ThreadPoolExecutor(_CALLS, thread_name_prefix="weightsync-actor-call")
         self.engine = start(*args, **kwargs)
         control = getattr(self.engine, "control", self.engine)
         self._control = control() if callable(control) else control
@@ -63,30 +67,34 @@ class EngineActor:
             )
 
     async def run(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """`fn(*args, **kwargs)` on a thread: what blocks must not block the actor's event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, functools.partial(fn, *args, **kwargs))
+        """`fn(*args, **kwargs)` on a thread, 64 at once: what blocks must not block the actor's event loop."""
+        return await _on(self._calls, fn, *args, **kwargs)
 
     async def weightsync_place(self) -> Place:
         """Where this actor runs."""
         return Place.here()
 
     async def weightsync_control(self, method: str, argument: Any, deadline_s: float) -> Mapping[str, Any]:
-        """One step of a publish, for `RayControl`: `{"reply": ...}` or `{"error": ...}`; raises nothing."""
+        """One step of a publish, for `RayControl`: `{"reply", "place"}` or `{"error"}`; raises nothing."""
         try:
             if isinstance(argument, Mapping):
                 argument = PublishCall.from_json(argument)
             given = () if argument is None else (argument,)
             step = {name: getattr(self._control, name) for name in _METHODS}[method]
-            reply = await self.run(step, *given, deadline_s=deadline_s)
+            reply = await _on(self._steps, step, *given, deadline_s=deadline_s)
         except Exception as e:  # noqa: BLE001 - whatever it was, the publisher gets it as JSON
             return error_body(e)[1]
-        return {"reply": dict(reply)}
+        return {"reply": dict(reply), "place": Place.here()}
 
     async def weightsync_stop(self) -> None:
         """End the engine, if it can be told to (`stop`); the actor itself stays."""
         stop = getattr(self.engine, "stop", None)
         if callable(stop):
-            await self.run(stop)
+            await _on(self._steps, stop)
+
+
+async def _on(pool: concurrent.futures.Executor, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    return await asyncio.get_running_loop().run_in_executor(pool, functools.partial(fn, *args, **kwargs))
 
 
 class RayControl:
@@ -151,6 +159,8 @@ class RayControl:
         )
         if "error" in said:
             raise self._rebuilt(method, said["error"])
+        # Ray may have restarted the actor (`max_restarts`): messages name the process that answered last.
+        self._place = said["place"]
         reply: Mapping[str, Any] = said["reply"]
         return reply
 
