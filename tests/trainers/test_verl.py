@@ -44,6 +44,7 @@ class Verl:
             "PYTHONPATH": str(ROOT),
             "TEST_KEY": key,
             "RAY_AUTH_MODE": "disabled",
+            "RAY_worker_niceness": "0",
         }
         self._log = log
         with log.open("wb") as f:
@@ -51,7 +52,11 @@ class Verl:
                 [str(PYTHON), "-c", "from tests.trainers.verl_sync import main; main()", json.dumps(job)],
                 env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=f, bufsize=0,
             )  # fmt: skip
-        assert self._read() == {"ready": "RayWorkerGroup"}
+        try:
+            assert self._read() == {"ready": "RayWorkerGroup"}
+        except BaseException:
+            self.close()
+            raise
 
     def _read(self) -> dict[str, Any]:
         ready, _, _ = select.select([self._process.stdout], [], [], 150)

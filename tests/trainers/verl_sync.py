@@ -112,6 +112,7 @@ def group(cls, size, prefix, **kwargs):
 def main():
     job = json.loads(sys.argv[1])
     ray.init(
+        address="local",  # not a cluster that another program has on this machine
         num_cpus=64,  # verl asks for ten per worker, and uses one
         include_dashboard=False,
         log_to_driver=False,
