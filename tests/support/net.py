@@ -8,7 +8,7 @@
 Host `a` and host `b` each have one interface with an IPv4 and an IPv6 address; the router forwards. `a` has a second
 address, `alias`, under which only the router knows it. Works as root and, where the kernel lets users have namespaces,
 without. Each namespace lives as long as a `cat` in it, which ends with this process; nothing is left on the machine.
-Needs iproute2 and util-linux. Processes inside: `tests.support.hosts`.
+Needs iproute2 and util-linux. Processes inside: `tests.support.net_host`.
 """
 
 from __future__ import annotations

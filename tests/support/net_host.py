@@ -11,6 +11,7 @@ A function that is called may `ask(word)`: `on` of the call is run with the word
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib
 import os
@@ -72,7 +73,8 @@ class NetHost:
 
     def close(self) -> None:
         self._link.close()
-        os.killpg(self.process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it ended by itself, and nothing that it started is left
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(10)
 
     def __enter__(self) -> NetHost:
