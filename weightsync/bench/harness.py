@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -167,6 +168,11 @@ def check(config: BenchConfig) -> None:
         raise ConfigError(
             f"--engine {config.engine}: it is not installed here: pass --engine-python with the interpreter of its "
             "environment, in which weightsync is installed, too"
+        )
+    if local and config.engine_python is not None and shutil.which(config.engine_python) is None:
+        raise ConfigError(
+            f"--engine-python {config.engine_python}: no such program here: pass the interpreter of the environment that "
+            f"has {config.engine}, its bin/python"
         )
     if local and config.trainer.kind == "megatron" and not importlib.util.find_spec("megatron"):
         raise ConfigError("--trainer tp=...: Megatron-Core is not installed here: pip install 'weightsync[megatron]'")

@@ -71,6 +71,11 @@ def test_a_live_trainer_without_megatron_core_is_refused(capsys, monkeypatch):
     assert "pip install 'weightsync[megatron]'" in capsys.readouterr().err
 
 
+def test_an_interpreter_that_is_not_there_is_named_before_anything_starts(capsys):
+    assert cli.main(["bench", "--model", "tiny", "--engine", "vllm", "--engine-python", "/no/such/python"]) == 2
+    assert "--engine-python /no/such/python: no such program here" in capsys.readouterr().err
+
+
 def test_every_process_of_a_bench_has_its_device():
     nccl = BenchConfig(transport="nccl", engines=2, engine_tp=2)
     assert (nccl.trainer_device, nccl.engine_device(0), nccl.engine_device(1)) == ("cuda:0", "cuda:1", "cuda:3")
