@@ -171,8 +171,8 @@ def check(config: BenchConfig) -> None:
         )
     if local and config.engine_python is not None and shutil.which(config.engine_python) is None:
         raise ConfigError(
-            f"--engine-python {config.engine_python}: no such program here: pass the interpreter of the environment that "
-            f"has {config.engine}, its bin/python"
+            f"--engine-python {config.engine_python}: no such program here: pass the interpreter of the environment "
+            f"that has {config.engine}, its bin/python"
         )
     if local and config.trainer.kind == "megatron" and not importlib.util.find_spec("megatron"):
         raise ConfigError("--trainer tp=...: Megatron-Core is not installed here: pip install 'weightsync[megatron]'")
