@@ -11,9 +11,9 @@ from tests.examples.lines import lines, run
 
 @pytest.mark.multiproc
 @pytest.mark.slow
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(480)
 def test_cotraining_raises_the_accepted_length_and_scrambled_rows_do_not(tmp_path):
-    done = run(LINE, tmp_path, timeout=270)
+    done = run(LINE, tmp_path, timeout=470)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     results = [line for line in done.stdout.splitlines() if "accepted length" in line]

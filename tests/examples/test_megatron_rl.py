@@ -20,6 +20,7 @@ def shown(line, folder):
 
 @pytest.mark.multiproc
 @pytest.mark.slow
+@pytest.mark.timeout(480)
 def test_rewards_rise_and_a_resumed_run_is_the_run_it_resumes(tmp_path):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     whole.mkdir()

@@ -11,8 +11,9 @@ from tests.examples.lines import lines, run
 
 @pytest.mark.multiproc
 @pytest.mark.slow
+@pytest.mark.timeout(280)
 def test_drafts_become_right(tmp_path):
-    done = run(LINE, tmp_path, timeout=100)
+    done = run(LINE, tmp_path, timeout=270)
     assert done.returncode == 0, done.stderr
     header, *rows = done.stdout.splitlines()
     assert header.split()[:2] == ["step", "policy"]

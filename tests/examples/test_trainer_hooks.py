@@ -37,13 +37,13 @@ def commit_all(checkout):
 
 @pytest.mark.multiproc
 @pytest.mark.slow
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 def test_models_published_and_saved_through_the_hooks_are_the_trainers(tmp_path, monkeypatch):
     write_config(tmp_path)
     key = "k" * 20
     monkeypatch.setenv("TEST_KEY", key)
     with launch(EngineConfig(model=HF_CONFIG, draft="mtp", dtype="float32", api_key=key)) as engine:
-        results = spawn_ranks(adapters, 2, args=(engine.url, str(tmp_path)), gloo=True, deadline_s=120)
+        results = spawn_ranks(adapters, 2, args=(engine.url, str(tmp_path)), gloo=True, deadline_s=240)
         assert engine.status()["versions"] == {"target": 8, "draft[0]": 8}
         (held,) = engine.weights()
     assert digests(held) == digests(loaded(tmp_path / "hf"))
@@ -84,7 +84,7 @@ def test_a_pages_line_looks_into_a_checkout(trainer, line, tmp_path):
     checkout = tmp_path / line.rpartition(" ")[2]
     shutil.copytree(STAND_INS, checkout)
     commit_all(checkout)
-    done = run(line, tmp_path, timeout=30)
+    done = run(line, tmp_path, timeout=100)
     assert done.returncode == 1, done.stderr
     total = len(check_hooks.recorded(trainer)["facts"])
     match = re.search(rf"^{trainer} at \w+: (\d+) of {total} facts as at", done.stdout, re.MULTILINE)
