@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from tests.support.ranks import spawn_ranks
+from tests.trainers.outcome import error_of
 
 HF = {
     "architectures": ["LlamaForCausalLM"],
@@ -169,14 +170,6 @@ def until(true, what, seconds=40):
     while not true():
         assert time.monotonic() < end, what
         time.sleep(0.02)
-
-
-def error_of(call, *args, **kwargs):
-    try:
-        call(*args, **kwargs)
-    except Exception as e:  # noqa: BLE001 - the test asserts what it is
-        return f"{type(e).__name__}: {e}"
-    return "nothing was raised"
 
 
 def ranks(rank, world_size, folder):

@@ -9,15 +9,9 @@ import sys
 import warnings
 from pathlib import Path
 
+from tests.trainers.outcome import error_of
+
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def error_of(call, *args, **kwargs):
-    try:
-        call(*args, **kwargs)
-    except Exception as e:  # noqa: BLE001 - the test asserts what it is
-        return f"{type(e).__name__}: {e}"
-    return "nothing was raised"
 
 
 def main():
