@@ -3,7 +3,8 @@
 torch's TCPStore client and gloo keep their descriptors to themselves, and both can wait in the kernel for a peer that
 is stopped (SIGSTOP: its kernel still answers, so no keepalive ends the wait). A socket found by its addresses can be
 given a receive timeout, or be shut down so that whoever waits on it fails at once. Used by `weightsync.store` and
-`weightsync.transports.collective`; Linux only (reads /proc/self/fd).
+`weightsync.transports.collective`; Linux only (reads /proc/self/fd). Beside them, what two processes must share to
+reach each other's loopback addresses (`machine`, `is_loopback`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ __all__ = [
     "address_of",
     "find",
     "is_dead",
+    "is_loopback",
     "keep_alive",
+    "machine",
     "probe_idle",
     "set_reply_timeout",
     "shut_down",
@@ -44,6 +47,18 @@ class Endpoints:
     local: Address
     remote: Address | None
     listening: bool
+
+
+def machine() -> dict[str, str]:
+    """What two processes have in common that reach each other's loopback addresses and abstract sockets."""
+    with open("/proc/sys/kernel/random/boot_id") as f:
+        boot = f.read().strip()
+    return {"boot": boot, "net": os.readlink("/proc/self/ns/net"), "host": socket.gethostname()}
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this address, or name, means another machine to each."""
+    return host.startswith("127.") or host in ("localhost", "::1")
 
 
 @contextlib.contextmanager

@@ -221,7 +221,7 @@ def _probe(host: str, port: int, where: str, deadline_s: float) -> _sockets.Addr
 
 
 def _why_not(host: str) -> str:
-    if host.startswith("127.") or host in ("localhost", "::1"):
+    if _sockets.is_loopback(host):
         return (
             f"{host} is each host's own: for engines on other hosts give the publisher bind_host, an address of its "
             "host that they reach, and advertise_host where they reach it under another; else: did the trainer's rank "

@@ -17,12 +17,12 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from weightsync import _sockets
 from weightsync.bench.children import serve
 from weightsync.bench.destinations import Destinations, Rows
 from weightsync.errors import ConfigError
@@ -272,7 +272,7 @@ class _Server:
         self.config = LaneConfig.from_json(config)
         torch.set_num_threads(1)
         # The kernel that runs it: its monotonic clock is that of every lane with the same one.
-        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        machine = _sockets.machine()["boot"]
         if self.config.rank:
             return {"machine": machine}
         self.hosted = host_store(self.config.host)

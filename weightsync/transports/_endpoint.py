@@ -6,15 +6,13 @@ out of order is our own bug and fails an `assert`; whatever the other side or th
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 from collections.abc import Sequence
 
 from weightsync.errors import TransportError, UnsupportedError
 from weightsync.transports.base import GroupInfo, TransportCaps
 
-__all__ = ["Endpoint", "check_group", "machine", "peer_name"]
+__all__ = ["Endpoint", "check_group", "peer_name"]
 
 RESERVE_S = 1.0
 """How long before the deadline a transfer gives up, at most: the rest is for finding out who is to blame."""
@@ -34,13 +32,6 @@ def check_group(caps: TransportCaps, group: GroupInfo, *, sender: bool) -> None:
 
 def peer_name(group: GroupInfo, rank: int) -> str:
     return group.peers[rank] if rank < len(group.peers) else f"rank {rank}"
-
-
-def machine() -> dict[str, str]:
-    """What two processes have in common that reach each other's loopback addresses and abstract sockets."""
-    with open("/proc/sys/kernel/random/boot_id") as f:
-        boot = f.read().strip()
-    return {"boot": boot, "net": os.readlink("/proc/self/ns/net"), "host": socket.gethostname()}
 
 
 class Endpoint:

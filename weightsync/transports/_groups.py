@@ -35,7 +35,7 @@ from weightsync import _sockets
 from weightsync.config import WILDCARDS
 from weightsync.errors import ConfigError, TransferTimeout, TransportError, UnsupportedError
 from weightsync.store import decide, put_json, translated, wait_all
-from weightsync.transports._endpoint import machine, peer_name
+from weightsync.transports._endpoint import peer_name
 from weightsync.transports.base import GroupInfo, TransportCaps
 
 __all__ = ["DataGroup", "backend_caps", "open_group"]
@@ -261,7 +261,7 @@ class _Gloo(DataGroup):
                 if len(new) == 1:  # else another thread of the program began to listen at this very moment
                     self._device = device
                     self._listening = new.pop().local
-                    return *self._listening, machine()
+                    return *self._listening, _sockets.machine()
         raise UnsupportedError(
             f"{self.group.name}: gloo's listening socket on {self.group.bind_host} can't be told from others in "
             "/proc/self/fd, so that a stuck transfer could not be ended; is /proc mounted?"
@@ -289,7 +289,7 @@ class _Gloo(DataGroup):
     def _check_reachable(self, facts: dict[int, Any]) -> None:
         """A loopback address means another host to each member: gloo would try it until the deadline."""
         hosts = {json.dumps(there, sort_keys=True): there["host"] for _, _, there in facts.values()}
-        hidden = [rank for rank, (host, _, _) in sorted(facts.items()) if host.startswith("127.") or host == "::1"]
+        hidden = [rank for rank, (host, _, _) in sorted(facts.items()) if _sockets.is_loopback(host)]
         if hidden and len(hosts) > 1:
             who = ", ".join(f"{peer_name(self.group, r)} ({facts[r][0]} of {facts[r][2]['host']})" for r in hidden)
             raise ConfigError(

@@ -29,9 +29,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from weightsync._sockets import machine
 from weightsync.errors import PeerLost, TransferTimeout, TransportError, UnsupportedError
 from weightsync.store import decide, put_json, translated, wait_key
-from weightsync.transports._endpoint import Endpoint, machine, peer_name
+from weightsync.transports._endpoint import Endpoint, peer_name
 from weightsync.transports.base import GroupInfo
 
 __all__ = ["RingMember", "RingReceiver", "RingSender", "joined"]
